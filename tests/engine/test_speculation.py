@@ -516,3 +516,29 @@ def test_long_prompts_are_drafted_only_as_time_allows() -> None:
     assert not spent.affords(1000)
     spent.note_step(1.0, 3.0)
     assert spent.affords(5000)
+
+
+def test_a_large_loss_of_a_draft_model_is_made_good_by_less_than_a_minute_of_steps() -> None:
+    spent = DraftTime()
+    spent.note_prompt(1000, 100.0)
+    spent.note_prompt(1000, 0.1)
+    spent.note_step(30.0, 0.0)
+    assert spent.affords(1000)
+
+
+def test_a_drafted_prompt_is_charged_once_and_prompts_of_others_are_not(folder: Path) -> None:
+    drafter = make_engine(folder, with_draft(folder))._speculation
+    assert isinstance(drafter, Drafter)
+    gains: list[tuple[float, float]] = []
+    drafter._time.note_step = lambda seconds, gained: gains.append((seconds, gained))  # type: ignore[method-assign]
+    sequence, other = running(2)
+    for _ in range(2):
+        drafter.note_step(Step((Chunk(sequence, 20, 21),)), [SequenceResult(sequence, 0, tokens=[1])], 1.0)
+    drafter._drafting_s, drafter._prompt_s = 8.0, 7.0
+    guessed = Chunk(sequence, 20, 21, (1,))
+    result = SequenceResult(sequence, 0, (1,), tokens=[1, 2])
+    drafter.note_step(Step((guessed,)), [result], 8.5)
+    assert gains[-1] == (1.5, 0.5)
+    drafter._drafting_s = drafter._prompt_s = 0.0
+    drafter.note_step(Step((guessed, Chunk(other, 0, 15))), [result], 9.0)
+    assert gains[-1] == (9.0, 0.0)

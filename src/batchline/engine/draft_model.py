@@ -38,8 +38,10 @@ MAX_CACHE_BYTES = 2 << 30
 
 ALLOWED_SHARE = 0.03
 FIRST_ALLOWANCE_S = 0.5
+MIN_ALLOWANCE_S = -0.5
 MAX_ALLOWANCE_S = 5.0
-"""The draft model may lose a share of the time of steps, besides what it has gained, and half a second at the start."""
+"""The draft model may lose a share of the time of steps, besides what it has gained, and half a second at the start.
+What it loses beyond the minimum is forgiven, so that it gets another chance soon."""
 
 
 class DraftTime:
@@ -59,11 +61,15 @@ class DraftTime:
     def note_prompt(self, num_tokens: int, seconds: float) -> None:
         """So many tokens of prompts took so long."""
         self._per_token = seconds / num_tokens
-        self._allowance -= seconds
+        self._add(-seconds)
 
     def note_step(self, seconds: float, gained: float) -> None:
-        """A step took so long. gained: the time that it saved, below 0 if guesses made it longer."""
-        self._allowance = min(MAX_ALLOWANCE_S, self._allowance + ALLOWED_SHARE * seconds + gained)
+        """A step took so long. gained: the time that it saved, below 0 if guesses made it longer. Neither holds the
+        time for prompts (`note_prompt`)."""
+        self._add(ALLOWED_SHARE * seconds + gained)
+
+    def _add(self, seconds: float) -> None:
+        self._allowance = min(MAX_ALLOWANCE_S, max(MIN_ALLOWANCE_S, self._allowance + seconds))
 
 
 @dataclass(slots=True)
@@ -156,11 +162,11 @@ class Drafter(Guesser):
         self._vocab_size = vocab_size
         self._draft_costs = StepCosts()
         self._time = DraftTime()
-        self._drafting_s = 0.0
+        self._drafting_s = self._prompt_s = 0.0
 
     def guess(self, running: Sequence[RunningSequence], *, may_grow: bool) -> None:
         """See `Guesser.guess`."""
-        self._drafting_s = 0.0
+        self._drafting_s = self._prompt_s = 0.0
         for sequence in running:
             sequence.guesses = ()
         model = self._model
@@ -191,12 +197,18 @@ class Drafter(Guesser):
         results = list(results)
         checking_s = seconds - self._drafting_s
         super().note_step(step, results, checking_s)
+        step_s = seconds - self._prompt_s
+        self._time.note_step(step_s, self._gained(step, results, step_s))
+
+    def _gained(self, step: Step, results: Sequence[SequenceResult], seconds: float) -> float:
+        """The time that guesses saved in a step of so many seconds. 0 if it computed prompts, too: how long it would
+        have taken without guesses is not known."""
         num_running, num_tokens = len(step.chunks), sum(len(result.tokens) for result in results)
         has_guesses = any(chunk.guesses for chunk in step.chunks)
-        gained = 0.0
-        if has_guesses and self._costs.knows(num_running):
-            gained = self._costs.of(num_running) * num_tokens / num_running - seconds
-        self._time.note_step(seconds, gained)
+        has_prompts = any(chunk.end - chunk.start > 1 for chunk in step.chunks)
+        if not has_guesses or has_prompts or not self._costs.knows(num_running):
+            return 0.0
+        return self._costs.of(num_running) * num_tokens / num_running - seconds
 
     def _affords(self, model: DraftModel, drafted: Sequence[RunningSequence]) -> bool:
         num_missing = model.num_missing(drafted)
@@ -227,7 +239,8 @@ class Drafter(Guesser):
         began_at = time.monotonic()
         active, tokens = drafted, model.catch_up(drafted, self._vocab_size)
         if num_missing > MAX_ROWS:
-            self._time.note_prompt(num_missing, time.monotonic() - began_at)
+            self._prompt_s = time.monotonic() - began_at
+            self._time.note_prompt(num_missing, self._prompt_s)
         else:
             self._draft_costs.note(len(active), time.monotonic() - began_at)
         for _ in range(count - 1):
