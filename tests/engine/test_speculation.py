@@ -480,6 +480,50 @@ def test_a_draft_model_that_fails_costs_nobody_an_answer(folder: Path, monkeypat
     assert guesser._model is None
 
 
+@pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
+def test_a_draft_model_computes_long_prompts_in_steps_of_limited_size(
+    cpu_kernels: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the engine hold at most 64 tokens. All prompts at once would take as much memory as nobody planned."""
+    prompts = [tuple(range(start, start + 150)) for start in (3, 40, 80)]
+    expected = run(make_engine(folder, OFF, cpu_kernels=cpu_kernels), requests(prompts))
+    engine = make_engine(folder, with_draft(folder), cpu_kernels=cpu_kernels)
+    drafter = engine._speculation
+    assert isinstance(drafter, Drafter)
+    assert drafter._model is not None
+    sizes: list[int] = []
+    compute = drafter._model._runner.run
+
+    def note(packed: Any) -> Any:
+        sizes.append(packed.num_tokens)
+        return compute(packed)
+
+    monkeypatch.setattr(drafter._model._runner, "run", note)
+    assert [answer.token_ids for answer in run(engine, requests(prompts))] == [answer.token_ids for answer in expected]
+    assert sizes.count(64) >= 6
+    assert max(sizes) == 64
+    assert engine.stats().accepted_tokens > 0.9 * engine.stats().guessed_tokens > 60
+
+
+def test_a_prompt_for_which_there_is_no_time_keeps_no_other_sequence_from_guesses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = make_engine(folder, replace(with_draft(folder), mode="auto"))._speculation
+    assert isinstance(drafter, Drafter)
+    assert drafter._model is not None
+    monkeypatch.setattr(drafter, "_num_worth_it", lambda *_: 2)
+    monkeypatch.setattr(drafter._time, "affords", lambda num_tokens: num_tokens < 20)
+    short, long = (
+        RunningSequence(request, 0) for request in requests([tuple(range(3, 20)), tuple(range(3, 90))], max_tokens=9)
+    )
+    for sequence in (short, long):
+        sequence.num_computed_tokens = sequence.num_prompt_tokens
+        sequence.append(5)
+    for _ in range(2):
+        drafter.guess([long, short], may_grow=False)
+        assert (len(short.guesses), len(long.guesses)) == (2, 0)
+
+
 def test_the_counts_of_guesses_outlive_the_model(folder: Path) -> None:
     """They are read once more when it has been unloaded."""
     for speculation in (ALWAYS, with_draft(folder)):

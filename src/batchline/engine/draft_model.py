@@ -2,8 +2,11 @@
 
 The draft model has a cache of its own with a few *seats*. A sequence in a seat has a shadow: a sequence that holds its
 tokens, the latest guesses and the seat's blocks. Before a step, the draft model computes what is new of the shadow,
-and then one guess after another, for all sequences together. Each guess is sampled with the sequence's own parameters
-and random number, so that two models with similar probabilities often draw the same token.
+and then one guess after another, for all sequences together. If much is new, such as a prompt, it *catches up* first:
+before each step by at most as many tokens as a step may hold. Until then, that sequence has no guesses.
+
+Each guess is sampled with the sequence's own parameters and random number, so that two models with similar
+probabilities often draw the same token.
 
 Only time can be lost. `DraftTime` keeps account of it: computing a long prompt with the draft model must be affordable.
 """
@@ -19,7 +22,7 @@ import torch
 
 from batchline.config import EngineConfig, SpeculationConfig
 from batchline.engine.model_loader import LoadedModel, load_model
-from batchline.engine.model_runner import StepRunner
+from batchline.engine.model_runner import StepResult, StepRunner
 from batchline.engine.placement import choose_kernels, place
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import SamplingState, sample
@@ -109,18 +112,33 @@ class DraftModel:
         for sequence in self._seats.keys() - set(running):
             self._free.append(self._seats.pop(sequence).shadow.block_table)
 
-    def num_missing(self, sequences: Iterable[RunningSequence]) -> int:
-        """Tokens that it must compute before it can guess."""
-        return sum(
-            s.num_tokens - (self._seats[s].shadow.num_computed_tokens if s in self._seats else 0) for s in sequences
-        )
-
-    def catch_up(self, sequences: Sequence[RunningSequence], vocab_size: int) -> list[int | None]:
-        """The first guess for each sequence; None if there is no token. Computes what is new of each."""
+    def follow(self, sequences: Iterable[RunningSequence]) -> None:
+        """Take over the new tokens of sequences, and give a seat to those without. There must be enough."""
         for sequence in sequences:
             if sequence not in self._seats:
                 self._seats[sequence] = _Seat(_shadow(sequence, self._free.pop()))
             self._seats[sequence].follow(sequence)
+
+    def num_missing(self, sequence: RunningSequence) -> int:
+        """Tokens of a sequence with a seat that it must compute before it can guess; at least 1."""
+        return self._seats[sequence].shadow.num_uncomputed_tokens
+
+    def catch_up(self, sequences: Iterable[RunningSequence], most: int) -> int:
+        """Compute what is missing of sequences, in their order, without the last tokens, which give the first guesses.
+        Returns how many tokens it has computed: at most `most`."""
+        chunks: list[Chunk] = []
+        room = most
+        for shadow in (self._seats[sequence].shadow for sequence in sequences):
+            start = shadow.num_computed_tokens
+            end = min(shadow.num_tokens - 1, start + room)
+            if end > start:
+                chunks.append(Chunk(shadow, start, end))
+                room -= end - start
+        self._compute(chunks)
+        return most - room
+
+    def start(self, sequences: Sequence[RunningSequence], vocab_size: int) -> list[int | None]:
+        """The first guess for each sequence; None if there is no token. Computes all that is missing."""
         return self._next(sequences, sequences, vocab_size)
 
     def go_on(
@@ -132,16 +150,20 @@ class DraftModel:
         states = [Continued(sequence, own) for sequence, own in zip(sequences, guesses, strict=True)]
         return self._next(sequences, states, vocab_size)
 
-    @torch.inference_mode()
     def _next(
         self, sequences: Sequence[RunningSequence], states: Sequence[SamplingState], vocab_size: int
     ) -> list[int | None]:
         shadows = [self._seats[sequence].shadow for sequence in sequences]
-        chunks = tuple(Chunk(shadow, shadow.num_computed_tokens, shadow.num_tokens) for shadow in shadows)
-        result = self._runner.run(pack(Step(chunks), self._block_size))
-        for shadow in shadows:
-            shadow.num_computed_tokens = shadow.num_tokens
-        return sample(result.logits[:, :vocab_size], states)
+        result = self._compute([Chunk(shadow, shadow.num_computed_tokens, shadow.num_tokens) for shadow in shadows])
+        with torch.inference_mode():
+            return sample(result.logits[:, :vocab_size], states)
+
+    def _compute(self, chunks: Sequence[Chunk]) -> StepResult:
+        with torch.inference_mode():
+            result = self._runner.run(pack(Step(tuple(chunks)), self._block_size))
+        for chunk in chunks:
+            chunk.sequence.num_computed_tokens = chunk.end
+        return result
 
 
 def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
@@ -155,11 +177,12 @@ def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
 class Drafter(Guesser):
     """Guesses by a draft model."""
 
-    def __init__(self, config: SpeculationConfig, model: DraftModel, vocab_size: int) -> None:
-        """vocab_size: token ids below it may be guessed."""
+    def __init__(self, config: SpeculationConfig, model: DraftModel, vocab_size: int, max_num_tokens: int) -> None:
+        """vocab_size: token ids below it may be guessed. max_num_tokens: the limit of the draft model's steps."""
         super().__init__(config)
         self._model: DraftModel | None = model
         self._vocab_size = vocab_size
+        self._max_num_tokens = max_num_tokens
         self._draft_costs = StepCosts()
         self._time = DraftTime()
         self._drafting_s = self._prompt_s = 0.0
@@ -177,11 +200,12 @@ class Drafter(Guesser):
             return
         drafted = [s for s in running if s.may_guess and 0 < self._most(s) <= model.max_num_tokens - s.num_tokens]
         count = self._num_worth_it(drafted, len(running)) if drafted else 0
-        if count == 0 or not self._affords(model, drafted):
+        if count == 0:
             return
         began_at = time.monotonic()
         try:
-            self._draft(model, drafted, count)
+            if ready := self._ready(model, drafted):
+                self._draft(model, ready, count)
         except Exception:
             logger.exception("the draft model failed; there are no more guesses")
             self._model = None
@@ -210,9 +234,29 @@ class Drafter(Guesser):
             return 0.0
         return self._costs.of(num_running) * num_tokens / num_running - seconds
 
-    def _affords(self, model: DraftModel, drafted: Sequence[RunningSequence]) -> bool:
-        num_missing = model.num_missing(drafted)
-        return self._config.mode == "always" or num_missing <= MAX_ROWS or self._time.affords(num_missing)
+    def _ready(self, model: DraftModel, drafted: Sequence[RunningSequence]) -> list[RunningSequence]:
+        """Those of which little is missing, perhaps after some of the others have caught up."""
+        most = MAX_ROWS // len(drafted)
+        model.follow(drafted)
+        late = [sequence for sequence in drafted if model.num_missing(sequence) > most]
+        affordable = self._affordable(model, late)
+        if affordable:
+            began_at = time.monotonic()
+            num_computed = model.catch_up(affordable, self._max_num_tokens)
+            self._prompt_s = time.monotonic() - began_at
+            self._time.note_prompt(num_computed, self._prompt_s)
+        return [sequence for sequence in drafted if model.num_missing(sequence) <= most]
+
+    def _affordable(self, model: DraftModel, late: Iterable[RunningSequence]) -> list[RunningSequence]:
+        """Those for which there is time to compute all that is missing, the least first."""
+        affordable: list[RunningSequence] = []
+        num_missing = 0
+        for sequence in sorted(late, key=model.num_missing):
+            num_missing += model.num_missing(sequence)
+            if self._config.mode != "always" and not self._time.affords(num_missing):
+                break
+            affordable.append(sequence)
+        return affordable
 
     def _num_worth_it(self, drafted: Sequence[RunningSequence], num_running: int) -> int:
         """How many guesses of each sequence pay together."""
@@ -235,14 +279,9 @@ class Drafter(Guesser):
         return (num_running + gains) / (self._cost(num_running + count * len(chances), num_running) + drafting)
 
     def _draft(self, model: DraftModel, drafted: list[RunningSequence], count: int) -> None:
-        num_missing = model.num_missing(drafted)
         began_at = time.monotonic()
-        active, tokens = drafted, model.catch_up(drafted, self._vocab_size)
-        if num_missing > MAX_ROWS:
-            self._prompt_s = time.monotonic() - began_at
-            self._time.note_prompt(num_missing, self._prompt_s)
-        else:
-            self._draft_costs.note(len(active), time.monotonic() - began_at)
+        active, tokens = drafted, model.start(drafted, self._vocab_size)
+        self._draft_costs.note(len(active), time.monotonic() - began_at)
         for _ in range(count - 1):
             active = _extend(active, tokens, self._most)
             if not active:
@@ -283,7 +322,7 @@ def make_guesser(config: EngineConfig, loaded: LoadedModel) -> Guesser | None:
     if speculation.draft_model is None:
         return PromptLookup(speculation)
     model = _load(config, speculation.draft_model, loaded)
-    return Drafter(speculation, model, loaded.num_token_ids)
+    return Drafter(speculation, model, loaded.num_token_ids, config.scheduler.max_num_batched_tokens)
 
 
 def _load(config: EngineConfig, folder: str, target: LoadedModel) -> DraftModel:
