@@ -8,11 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from batchline import run_batch
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from batchline.errors import ModelLoadError, UsageError
+from batchline.text.tokenizer import load_tokenizer
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
 LINE = {
@@ -65,6 +68,37 @@ async def test_a_draft_model_with_other_tokens_is_refused_in_a_sentence(tmp_path
     (draft / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(ModelLoadError, match="their tokenizers have different vocabularies"):
         await InProcessBackend([config(draft_model=str(draft))]).start()
+
+
+def with_table(folder: Path, copy: Path, size: int) -> Path:
+    """A copy of a model whose embeddings are cut or padded to so many."""
+    shutil.copytree(folder, copy)
+    tensors = load_file(copy / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "embed_tokens" in name or "lm_head" in name:
+            kept = tensor[:size]
+            tensors[name] = torch.cat([kept, kept.new_zeros(size - len(kept), kept.shape[1])])
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    settings = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**settings, "vocab_size": size}))
+    return copy
+
+
+async def test_a_draft_model_needs_all_tokens_of_the_tokenizer_but_no_padding(tmp_path: Path) -> None:
+    """Qwen2.5-7B has 152,064 embeddings and Qwen2.5-0.5B 151,936, with the same tokenizer."""
+    size = len(load_tokenizer(str(TINY_CHAT)).vocabulary)
+    padded = with_table(TINY_CHAT, tmp_path / "padded", size + 60)
+    cut = with_table(TINY_CHAT, tmp_path / "cut", size - 1)
+    for target in (padded, TINY_CHAT):
+        engine = config(draft_model=str(cut))
+        engine = replace(engine, model=replace(engine.model, model=str(target)))
+        with pytest.raises(ModelLoadError, match=f"it has {size - 1:,} token ids, and {size:,} are needed"):
+            await InProcessBackend([engine]).start()
+    for target, draft in ((padded, TINY_CHAT), (TINY_CHAT, padded)):
+        engine = config(draft_model=str(draft))
+        backend = InProcessBackend([replace(engine, model=replace(engine.model, model=str(target)))])
+        await backend.start()
+        await backend.close()
 
 
 def test_an_unknown_mode_is_refused() -> None:

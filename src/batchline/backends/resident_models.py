@@ -196,6 +196,7 @@ def _load_generative_model(
         _refuse_other_vocabulary(config, text.tokenizer)
         engine = AsyncEngine(config, memory)
         parts.callback(engine.close)
+        _refuse_smaller_vocabulary(config, engine, text.tokenizer)
         _warn_of_unknown_tokens(config.model.names[0], text.tokenizer.vocab_size, engine.vocab_size)
         model = GenerativeModel(
             name=config.model.names[0],
@@ -232,6 +233,20 @@ def _refuse_other_vocabulary(config: EngineConfig, tokenizer: Tokenizer) -> None
     if load_tokenizer(draft, trust_remote_code=config.model.trust_remote_code).vocabulary != tokenizer.vocabulary:
         raise ModelLoadError(
             draft, f"it is no draft model for {config.model.model}: their tokenizers have different vocabularies"
+        )
+
+
+def _refuse_smaller_vocabulary(config: EngineConfig, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
+    """Check that a draft model has an embedding for each token of the texts. Raises: ModelLoadError.
+
+    The tables of two models with the same tokenizer are often padded to different sizes, which is no matter.
+    """
+    needed = min(tokenizer.vocab_size, engine.vocab_size)
+    found = engine.num_draft_token_ids
+    if found is not None and found < needed:
+        raise ModelLoadError(
+            config.speculation.draft_model or "",
+            f"it is no draft model for {config.model.model}: it has {found:,} token ids, and {needed:,} are needed",
         )
 
 

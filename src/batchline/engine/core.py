@@ -22,7 +22,7 @@ from batchline.config import EngineConfig
 from batchline.engine.allowance import BatchAllowance
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.ceiling import machine_rate
-from batchline.engine.draft_model import make_guesser
+from batchline.engine.draft_model import Drafter, make_guesser
 from batchline.engine.memory import CacheMemory
 from batchline.engine.model_loader import load_model
 from batchline.engine.multimodal import EncodingFailed
@@ -101,6 +101,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` would do something."""
         return self.scheduler.has_work or bool(self._refused)
+
+    @property
+    def num_draft_token_ids(self) -> int | None:
+        """How many token ids, from 0 on, the draft model has; None if there is none."""
+        return self._speculation.num_token_ids if isinstance(self._speculation, Drafter) else None
 
     def enter_thread(self) -> None:
         """Set torch up for the current thread, which will run the steps (OpenMP's number of threads is per thread)."""

@@ -14,11 +14,14 @@ Only time can be lost. `DraftTime` keeps account of it: computing a long prompt 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from torch.nn import functional
 
 from batchline.config import EngineConfig, SpeculationConfig
 from batchline.engine.model_loader import LoadedModel, load_model
@@ -100,12 +103,17 @@ class DraftModel:
         self, loaded: LoadedModel, runner: StepRunner, num_seats: int, blocks_per_seat: int, size: int
     ) -> None:
         """size: positions of a block."""
+        self.num_token_ids = loaded.num_token_ids
         self.max_num_tokens = min(loaded.max_model_len, blocks_per_seat * size)
         self.num_seats = num_seats
         self._runner = runner
         self._block_size = size
         self._free = [list(range(n * blocks_per_seat, (n + 1) * blocks_per_seat)) for n in range(num_seats)]
         self._seats: dict[RunningSequence, _Seat] = {}
+
+    def knows(self, sequence: RunningSequence) -> bool:
+        """Whether it has embeddings for all tokens of a sequence."""
+        return int(np.frombuffer(sequence.token_ids, dtype=np.int64).max()) < self.num_token_ids
 
     def keep_only(self, running: Iterable[RunningSequence]) -> None:
         """Free the seats of all other sequences."""
@@ -156,7 +164,7 @@ class DraftModel:
         shadows = [self._seats[sequence].shadow for sequence in sequences]
         result = self._compute([Chunk(shadow, shadow.num_computed_tokens, shadow.num_tokens) for shadow in shadows])
         with torch.inference_mode():
-            return sample(result.logits[:, :vocab_size], states)
+            return sample(_resized(result.logits[:, : self.num_token_ids], vocab_size), states)
 
     def _compute(self, chunks: Sequence[Chunk]) -> StepResult:
         with torch.inference_mode():
@@ -164,6 +172,13 @@ class DraftModel:
         for chunk in chunks:
             chunk.sequence.num_computed_tokens = chunk.end
         return result
+
+
+def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits for exactly so many tokens, because the settings of sequences may name any of them. Those that the draft
+    model does not have are never drawn."""
+    missing = vocab_size - logits.shape[1]
+    return functional.pad(logits, (0, missing), value=-math.inf) if missing > 0 else logits[:, :vocab_size]
 
 
 def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
@@ -175,12 +190,13 @@ def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
 
 
 class Drafter(Guesser):
-    """Guesses by a draft model."""
+    """Guesses by a draft model. num_token_ids: of that model."""
 
     def __init__(self, config: SpeculationConfig, model: DraftModel, vocab_size: int, max_num_tokens: int) -> None:
-        """vocab_size: token ids below it may be guessed. max_num_tokens: the limit of the draft model's steps."""
+        """vocab_size: of the model whose tokens are guessed. max_num_tokens: the limit of the draft model's steps."""
         super().__init__(config)
         self._model: DraftModel | None = model
+        self.num_token_ids = model.num_token_ids
         self._vocab_size = vocab_size
         self._max_num_tokens = max_num_tokens
         self._draft_costs = StepCosts()
@@ -198,7 +214,11 @@ class Drafter(Guesser):
         model.keep_only(running)
         if may_grow or not 0 < len(running) <= model.num_seats or not all(map(decodes, running)):
             return
-        drafted = [s for s in running if s.may_guess and 0 < self._most(s) <= model.max_num_tokens - s.num_tokens]
+        drafted = [
+            s
+            for s in running
+            if s.may_guess and 0 < self._most(s) <= model.max_num_tokens - s.num_tokens and model.knows(s)
+        ]
         count = self._num_worth_it(drafted, len(running)) if drafted else 0
         if count == 0:
             return
@@ -334,12 +354,6 @@ def _load(config: EngineConfig, folder: str, target: LoadedModel) -> DraftModel:
         ),
     )
     loaded = load_model(own.model, choose_kernels(own))
-    if loaded.num_token_ids < target.num_token_ids:
-        raise ModelLoadError(
-            folder,
-            f"it is no draft model for {config.model.model}: it has {loaded.num_token_ids:,} token ids, and that model "
-            f"has {target.num_token_ids:,}. Both must have the same vocabulary",
-        )
     placement = place(own, loaded)
     size = config.cache.block_size
     blocks_per_seat = -(-min(loaded.max_model_len, target.max_model_len) // size)
