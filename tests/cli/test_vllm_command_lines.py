@@ -123,6 +123,19 @@ ACCEPTED: list[tuple[str, Callable[[Any, Any], Any], Any, str]] = [
         "",
     ),
     (
+        """serve M --speculative-config '{"method": "ngram", "model": "/no/where", "prompt_lookup_min": null}'""",
+        lambda e, _: e.speculation,
+        SpeculationConfig(),
+        "",
+    ),
+    (
+        "serve M --speculative-config.method draft_model --speculative-config.num_speculative_tokens 3 "
+        "--speculative-config.model draft",
+        lambda e, _: e.speculation,
+        SpeculationConfig(draft_model="draft", num_speculative_tokens=3),
+        "",
+    ),
+    (
         "serve M --speculative-model [ngram] --num-speculative-tokens 5 --ngram-prompt-lookup-max 4",
         lambda e, _: (e.speculation.num_speculative_tokens, e.speculation.prompt_lookup_max),
         (5, 4),
@@ -249,6 +262,12 @@ REFUSED = [
     ("--speculative-config.method mtp", "Speculative decoding uses prompt look-up or"),
     ("--speculative-config ngram", "Speculative decoding uses prompt look-up or"),
     ('-sc {"method":"mtp"}', "Speculative decoding uses prompt look-up or"),
+    ('-sc {"method":"draft_model"}', "Speculative decoding uses prompt look-up or"),
+    ('-sc {"method":"draft_model","model":null}', "Speculative decoding uses prompt look-up or"),
+    ('-sc {"model":true}', "Speculative decoding uses prompt look-up or"),
+    ('-sc {"method":"ngram","num_speculative_tokens":true}', "Speculative decoding uses prompt look-up or"),
+    ('-sc {"method":"ngram","prompt_lookup_max":"4"}', "Speculative decoding uses prompt look-up or"),
+    ("--speculative-config.method draft_model", "Speculative decoding uses prompt look-up or"),
     ("--speculative-model /no/where", "There is no model at '/no/where'"),
     ("--draft-model examples --speculation off", "A draft model has no effect while speculation is off"),
     ("--spec-decoding-acceptance-method typical_acceptance_sampler", "Guesses never change the distribution"),

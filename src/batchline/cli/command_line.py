@@ -155,6 +155,7 @@ class ArgumentReader:
         self._read: list[tuple[str, list[str]]] = []  # names and values, and arguments under the name ""
         self._translated: Ours = []
         self._parts: dict[str, list[tuple[str, str]]] = {}  # of objects: paths and values
+        self._vllm_parts: dict[str, dict[str, Any]] = {}  # of vLLM's objects, already put together
         self.translation = Translation(frozenset(self._own))
         self.problems: list[str] = []
         self.turned_off: set[str] = set()
@@ -173,6 +174,8 @@ class ArgumentReader:
                 self._short(token)
             else:
                 self._read.append(("", [token]))
+        for name, parts in self._vllm_parts.items():
+            self._translated += self.translation.translate(name, self._vllm_options[name], [json.dumps(parts)])
         if self._takes_argument and len(behind) < 2:
             self._give_argument_back(has_model_elsewhere)
         return [*_flat(self._translated), *self._written(), *behind]
@@ -187,6 +190,8 @@ class ArgumentReader:
             self._take_own(base, option, value if is_given else None)
         elif option is not None and option.metavar == JSON:
             self._take_part(base, path, value if is_given else None)
+        elif found is not None and dot and found[0].expand is not None:
+            self._take_vllm_part(base, path, value if is_given else None)
         elif found is not None:
             given = value if is_given else None
             self._take_vllm(base, *found, self._dotted_value(name, path, given) if dot else given)
@@ -243,6 +248,12 @@ class ArgumentReader:
         value = self._value(f"{name}.{path}", value)
         if value is not None:
             self._parts.setdefault(name, []).append((path, value))
+
+    def _take_vllm_part(self, name: str, path: str, value: str | None) -> None:
+        """Take a part of an object of vLLM that is translated as a whole."""
+        value = self._value(f"{name}.{path}", value)
+        if value is not None and not _put(self._vllm_parts.setdefault(name, {}), path, value):
+            self.problems.append(f"{name}.{path}: it contradicts another part.")
 
     def _dotted_value(self, name: str, path: str, value: str | None) -> str | None:
         """The JSON object that `--option.path value` stands for in vLLM."""

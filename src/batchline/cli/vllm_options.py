@@ -64,8 +64,7 @@ def _sets_only(*keys: str) -> Callable[[str], bool]:
     return check
 
 
-_SPECULATION_KEYS: Mapping[str, str] = {
-    "model": "--draft-model",
+_SPECULATION_NUMBERS: Mapping[str, str] = {
     "num_speculative_tokens": "--num-speculative-tokens",
     "prompt_lookup_max": "--prompt-lookup-max",
     "prompt_lookup_min": "--prompt-lookup-min",
@@ -73,17 +72,23 @@ _SPECULATION_KEYS: Mapping[str, str] = {
 
 
 def _speculation(value: str) -> Ours | None:
-    """Our options for vLLM's JSON object, or for one part of it."""
+    """Our options for vLLM's JSON object. A key that is null counts as not given; `ngram` needs no model."""
     try:
-        settings = json.loads(value)
-        method = settings.pop("method", None)
+        settings = {name: given for name, given in json.loads(value).items() if given is not None}
     except (ValueError, TypeError, AttributeError):
         return None
-    if settings.get("model") in ("ngram", "[ngram]"):
-        del settings["model"]
-    if method not in ("ngram", "draft_model", None) or not set(settings) <= set(_SPECULATION_KEYS):
+    method, model = settings.pop("method", None), settings.pop("model", None)
+    if method == "ngram" or (method is None and model in ("ngram", "[ngram]")):
+        model = None
+    elif method == "draft_model" or (method is None and model is not None):
+        if not isinstance(model, str) or not model:
+            return None
+    elif method is not None:
         return None
-    return [(_SPECULATION_KEYS[name], str(number)) for name, number in settings.items()]
+    if not all(name in _SPECULATION_NUMBERS and type(number) is int for name, number in settings.items()):
+        return None
+    numbers: Ours = [(_SPECULATION_NUMBERS[name], str(number)) for name, number in settings.items()]
+    return [("--draft-model", model), *numbers] if model is not None else numbers
 
 
 _LORA = "LoRA adapters are not supported. Merge the adapter into the model and use the merged model."
@@ -93,8 +98,9 @@ _ONE_DEVICE = (
 )
 _ONE_MACHINE = "Batchline runs a model in one process on one machine."
 _SPECULATIVE = (
-    "Speculative decoding uses prompt look-up or a draft model, with the keys method (ngram or draft_model), model, "
-    "num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. Without other methods, the answers are the same."
+    "Speculative decoding uses prompt look-up or a draft model, with the keys method (ngram or draft_model), model (a "
+    "name, for draft_model), and the whole numbers num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. "
+    "Without other methods, the answers are the same."
 )
 _EMBEDS = "Images and audio are sent as files, not as embeddings."
 _AS_WRITTEN = "Constraints are always enforced as they are written."
