@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from batchline import run_batch
 from batchline.backends.in_process import InProcessBackend
+from batchline.backends.resident_models import _warn_of_unused_settings
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from batchline.errors import ModelLoadError, UsageError
 from batchline.text.tokenizer import load_tokenizer
@@ -99,6 +100,15 @@ async def test_a_draft_model_needs_all_tokens_of_the_tokenizer_but_no_padding(tm
         backend = InProcessBackend([replace(engine, model=replace(engine.model, model=str(target)))])
         await backend.start()
         await backend.close()
+
+
+def test_a_draft_model_for_a_model_that_generates_nothing_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    settings = config(draft_model="draft", mode="always")
+    _warn_of_unused_settings(settings, "generate")
+    assert not caplog.messages
+    _warn_of_unused_settings(settings, "embed")
+    assert "options, which are for models with other tasks: " in caplog.text
+    assert "--speculation, --draft-model" in caplog.text
 
 
 def test_an_unknown_mode_is_refused() -> None:

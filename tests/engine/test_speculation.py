@@ -9,17 +9,19 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 from unittest.mock import ANY
 
 import pytest
+import torch
 from families import VOCAB, greedy_oracle, make_model
 from safetensors.torch import load_file, save_file
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine import core, step_results
 from batchline.engine.core import Engine, Output
-from batchline.engine.draft_model import Drafter, DraftTime
+from batchline.engine.draft_model import Drafter, DraftTime, make_guesser
 from batchline.engine.request import (
     BannedSequences,
     GenerationOutput,
@@ -406,6 +408,18 @@ def damaged(folder: Path, copy: Path, token_id: int) -> Path:
     settings = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": False}))
     return copy
+
+
+def test_settings_without_effect_on_a_gpu_are_reported(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    loaded = SimpleNamespace(device=torch.device("cuda", 0))
+    config = EngineConfig(model=ModelConfig(model=str(folder), served_names=("m",)))
+    for silent in (SpeculationConfig(), OFF):
+        assert make_guesser(replace(config, speculation=silent), cast(Any, loaded)) is None
+    assert not caplog.messages
+    for reported in (ALWAYS, SpeculationConfig(num_speculative_tokens=3)):
+        assert make_guesser(replace(config, speculation=reported), cast(Any, loaded)) is None
+        assert caplog.messages.pop().startswith("m: the options of speculative decoding have no effect on cuda:0")
+        caplog.clear()
 
 
 def test_wrong_settings_are_refused() -> None:

@@ -336,6 +336,12 @@ def make_guesser(config: EngineConfig, loaded: LoadedModel) -> Guesser | None:
     if loaded.device.type != "cpu":
         if speculation.draft_model is not None:
             raise ModelLoadError(speculation.draft_model, f"a draft model runs on CPUs, and not on {loaded.device}")
+        if speculation not in (SpeculationConfig(), SpeculationConfig(mode="off")):
+            logger.warning(
+                "%s: the options of speculative decoding have no effect on %s: only on CPUs are tokens guessed",
+                config.model.names[0],
+                loaded.device,
+            )
         return None
     if speculation.mode == "off":
         return None
