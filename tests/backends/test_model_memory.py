@@ -19,8 +19,9 @@ from batchline.backends.model_memory import (
     memory_need,
     weight_bytes,
 )
-from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine.core import Engine
+from batchline.engine.draft_model import Drafter
 from batchline.engine.grouped_layers import GroupedLinear
 from batchline.engine.kv_cache import by_layer
 from batchline.engine.model_loader import load_model
@@ -166,6 +167,27 @@ def test_the_cache_is_the_one_that_the_engine_reports_when_it_starts(config: Eng
     assert (need.cache.num_bytes, need.dtype) == (facts.cache_bytes, facts.dtype)
     assert need.cache.num_bytes == need.cache.num_tokens * need.cache.bytes_per_token
     assert min(need.cache.max_model_len, need.cache.num_tokens) == facts.max_model_len
+
+
+@pytest.mark.parametrize("length", [None, 100])
+def test_a_draft_model_and_its_cache_count(length: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineConfig(
+        model=ModelConfig(model=TINY_CHAT, max_model_len=length),
+        cache=CacheConfig(num_bytes=1 << 20),
+        speculation=SpeculationConfig(draft_model=TINY_CHAT),
+    )
+    need = memory_need(config, "generate")
+    assert need is not None
+    assert need.cache is not None
+    drafter = Engine(config)._speculation
+    assert isinstance(drafter, Drafter)
+    assert drafter._model is not None
+    num_tokens = sum(len(blocks) for blocks in drafter._model._free) * config.cache.block_size
+    assert need.draft_bytes == need.resident_bytes + num_tokens * need.cache.bytes_per_token
+    own_bytes = int(MEMORY_PER_WEIGHT * need.resident_bytes) + (1 << 20)
+    for free, fits in ((own_bytes, False), (own_bytes + need.draft_bytes, True)):
+        monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda _, free=free: free)
+        assert fits_in_memory(config, "generate") is fits
 
 
 def test_an_embedding_model_needs_no_cache() -> None:

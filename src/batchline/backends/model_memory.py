@@ -26,7 +26,7 @@ from batchline.config import EngineConfig, ModelConfig, Quantization, Task
 from batchline.engine.memory import cache_allowance, free_bytes
 
 if TYPE_CHECKING:
-    from batchline.engine.kv_cache import CacheGroup
+    from batchline.engine.kv_cache import CacheGroup, CacheShape
 
 MEMORY_PER_WEIGHT = 1.5
 """The memory that a model needs at least, as a multiple of its weights: weights, some cache, activations."""
@@ -68,8 +68,8 @@ class MemoryNeed:
     """The memory of a model that is not loaded.
 
     weight_bytes: the weights while they are loaded, in `dtype`. resident_bytes: the weights afterwards; fewer if they
-    are quantized. wanted_cache_bytes: the requested size; 0 if the free memory decides it. cache: None for a model
-    without one, or if its configuration does not describe it.
+    are quantized. draft_bytes: a draft model and its cache. wanted_cache_bytes: the requested size; 0 if the free
+    memory decides it. cache: None for a model without one, or if its configuration does not describe it.
     """
 
     weight_bytes: int
@@ -77,6 +77,7 @@ class MemoryNeed:
     resident_bytes: int
     free_bytes: int
     wanted_cache_bytes: int
+    draft_bytes: int = 0
     cache: CacheNeed | None = None
 
     @property
@@ -88,9 +89,8 @@ class MemoryNeed:
     def largest_cache_bytes(self) -> int:
         """The size of the largest cache for which there is memory; negative if not even the weights fit."""
         needed = max(self.weight_bytes, int(MEMORY_PER_WEIGHT * self.resident_bytes))
-        if needed > self.free_bytes:
-            return self.free_bytes - needed
-        return self.free_bytes - self.resident_bytes
+        room = self.free_bytes - self.draft_bytes
+        return room - needed if needed > room else room - self.resident_bytes
 
 
 def fits_in_memory(config: EngineConfig, task: Task) -> bool:
@@ -104,13 +104,13 @@ def memory_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
     need = _weights_need(config, task)
     if need is None or task != "generate":
         return need
-    return replace(need, cache=_cache_need(config, max(0, need.free_bytes - need.resident_bytes)))
+    return replace(need, cache=_cache_need(config, max(0, need.free_bytes - need.draft_bytes - need.resident_bytes)))
 
 
 def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
     """The same without the cache."""
-    num_bytes = weight_bytes(config.model, task)
-    if num_bytes is None:
+    num_bytes, draft_bytes = weight_bytes(config.model, task), _draft_bytes(config, task)
+    if num_bytes is None or draft_bytes is None:
         return None
     return MemoryNeed(
         weight_bytes=num_bytes,
@@ -118,7 +118,27 @@ def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
         resident_bytes=weight_bytes(config.model, task, is_loaded=True) or num_bytes,
         free_bytes=free_bytes(None if config.model.device == "auto" else config.model.device),
         wanted_cache_bytes=(config.cache.num_bytes or 0) if task in TASKS_WITH_CACHE else 0,
+        draft_bytes=draft_bytes,
     )
+
+
+def _draft_bytes(config: EngineConfig, task: Task) -> int | None:
+    """Bytes of the draft model and its cache; None for one of a hub that is not on this machine."""
+    folder = config.speculation.draft_model
+    if folder is None or task != "generate":
+        return 0
+    from batchline.engine.draft_model import cache_size, draft_config  # imports torch
+
+    own = draft_config(config, folder)
+    num_bytes = weight_bytes(own.model, "generate", is_loaded=True)
+    if num_bytes is None:
+        return None
+    shape, num_positions = _cache_shape(own)
+    if shape is None:
+        return num_bytes
+    num_positions = min(num_positions, _cache_shape(config)[1])
+    num_seats, blocks_per_seat = cache_size(num_positions, shape.block_size, shape.block_bytes)
+    return num_bytes + num_seats * blocks_per_seat * shape.block_bytes
 
 
 def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> int | None:
@@ -140,30 +160,20 @@ def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> 
 
 def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
     """The cache that the engine would make with `room` bytes free. Raises: ModelLoadError."""
-    # these import torch and transformers
-    from batchline.checkpoints.device import choose_device, choose_dtype
-    from batchline.engine.kv_cache import CacheShape, choose_num_blocks
-    from batchline.engine.model_loader import choose_max_model_len
-    from batchline.engine.native_cache import can_hold, padded
-    from batchline.engine.placement import choose_kernels
+    # these import torch
+    from batchline.checkpoints.device import choose_device
+    from batchline.engine.kv_cache import choose_num_blocks
 
-    text_config = _text_config(config.model)
-    group = described_group(text_config)
-    if group is None:
+    shape, max_model_len = _cache_shape(config)
+    if shape is None:
         return None
-    device = choose_device(config.model)
-    size = config.cache.block_size
-    shape = CacheShape((group,), size, choose_dtype(config.model, device))
-    if can_hold(shape.groups, shape.dtype, device) and choose_kernels(config) is not None:
-        shape = padded(shape)
-    max_model_len = choose_max_model_len(config.model, text_config)
-    block_bytes = shape.block_bytes
+    size, block_bytes = config.cache.block_size, shape.block_bytes
     num_blocks = choose_num_blocks(
         config.cache,
         block_bytes,
         max_model_len=max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        free_bytes=cache_allowance(room, device.type),
+        free_bytes=cache_allowance(room, choose_device(config.model).type),
     )
     return CacheNeed(
         num_bytes=num_blocks * block_bytes,
@@ -171,6 +181,27 @@ def _cache_need(config: EngineConfig, room: int) -> CacheNeed | None:
         num_tokens=num_blocks * size,
         max_model_len=max_model_len,
     )
+
+
+def _cache_shape(config: EngineConfig) -> tuple[CacheShape | None, int]:
+    """(the shape of the cache if it is described, the context length). Raises: ModelLoadError."""
+    # these import torch and transformers
+    from batchline.checkpoints.device import choose_device, choose_dtype
+    from batchline.engine.kv_cache import CacheShape
+    from batchline.engine.model_loader import choose_max_model_len
+    from batchline.engine.native_cache import can_hold, padded
+    from batchline.engine.placement import choose_kernels
+
+    text_config = _text_config(config.model)
+    max_model_len = choose_max_model_len(config.model, text_config)
+    group = described_group(text_config)
+    if group is None:
+        return None, max_model_len
+    device = choose_device(config.model)
+    shape = CacheShape((group,), config.cache.block_size, choose_dtype(config.model, device))
+    if can_hold(shape.groups, shape.dtype, device) and choose_kernels(config) is not None:
+        shape = padded(shape)
+    return shape, max_model_len
 
 
 def _text_config(model: ModelConfig) -> Any:

@@ -351,18 +351,28 @@ def make_guesser(config: EngineConfig, loaded: LoadedModel) -> Guesser | None:
     return Drafter(speculation, model, loaded.num_token_ids, config.scheduler.max_num_batched_tokens)
 
 
+def draft_config(config: EngineConfig, folder: str) -> EngineConfig:
+    """What a draft model in a folder is loaded with, beside the model of `config`."""
+    model = replace(
+        config.model, model=folder, tokenizer=None, revision=None, max_model_len=None, hf_overrides={}, task="auto"
+    )
+    return replace(config, model=model)
+
+
+def cache_size(num_positions: int, size: int, block_bytes: int) -> tuple[int, int]:
+    """(seats, blocks of a seat) of a draft model's cache for contexts of so many positions. size: positions of a
+    block."""
+    blocks_per_seat = -(-num_positions // size)
+    return max(1, min(MAX_SEATS, MAX_CACHE_BYTES // (blocks_per_seat * block_bytes))), blocks_per_seat
+
+
 def _load(config: EngineConfig, folder: str, target: LoadedModel) -> DraftModel:
     """Raises: ModelLoadError."""
-    own = replace(
-        config,
-        model=replace(
-            config.model, model=folder, tokenizer=None, revision=None, max_model_len=None, hf_overrides={}, task="auto"
-        ),
-    )
+    own = draft_config(config, folder)
     loaded = load_model(own.model, choose_kernels(own))
     placement = place(own, loaded)
     size = config.cache.block_size
-    blocks_per_seat = -(-min(loaded.max_model_len, target.max_model_len) // size)
-    num_seats = max(1, min(MAX_SEATS, MAX_CACHE_BYTES // (blocks_per_seat * placement.block_bytes)))
+    num_positions = min(loaded.max_model_len, target.max_model_len)
+    num_seats, blocks_per_seat = cache_size(num_positions, size, placement.block_bytes)
     runner = placement.make_runner(num_seats * blocks_per_seat, loaded.max_model_len)
     return DraftModel(loaded, runner, num_seats, blocks_per_seat, size)
