@@ -188,8 +188,6 @@ def _memory_lines(need: MemoryNeed) -> list[str]:
     if need.resident_bytes < need.weight_bytes:
         weights += f" ({_mib(need.weight_bytes)} while they are loaded)"
     parts = [f"{weights} in {need.dtype}" if need.resident_bytes == need.weight_bytes else weights]
-    if need.draft_bytes:
-        parts.append(f"{_mib(need.draft_bytes)} for the draft model and its cache")
     if cache is not None:
         parts.append(
             f"{_mib(cache.num_bytes)} for the KV cache ({cache.num_tokens:,} tokens of {cache.bytes_per_token:,} bytes)"
