@@ -227,7 +227,7 @@ class ModelOptions:
         Speculation,
         typer.Option(
             help="Speculative decoding on a CPU: guess the next tokens from earlier ones, where the run's own "
-            "measurements show that it pays (auto), always, or never (off). Answers do not change.",
+            "measurements show that it pays (auto), always, or never (off). Answers do not change in float32.",
             rich_help_panel=_ENGINE,
         ),
     ] = _SPECULATION.mode
