@@ -692,13 +692,13 @@ _MAX_NAMES_COMPARED, _MAX_NAME_COMPARED = 100, 40
 """How many names are compared with a missing field, and the length of the longest; clients can make up any."""
 
 
-_OTHER_ENDPOINTS = {
-    ("messages", "prompt"): "/v1/completions",
-    ("messages", "input"): "/v1/responses and /v1/embeddings",
-    ("prompt", "messages"): "/v1/chat/completions",
-    ("prompt", "input"): "/v1/responses and /v1/embeddings",
+_OTHER_REQUESTS = {
+    ("messages", "prompt"): "requests to /v1/completions",
+    ("messages", "input"): "requests to /v1/responses and /v1/embeddings",
+    ("prompt", "messages"): "requests to /v1/chat/completions",
+    ("prompt", "input"): "requests to /v1/responses and /v1/embeddings",
 }
-"""The endpoints for which a request seems to be made, by the field that it lacks and one that it has."""
+"""What a request seems to be, by the field that it lacks and one that it has."""
 
 
 def counted(count: int, noun: str) -> str:
@@ -715,9 +715,9 @@ def misspelling(missing: Iterable[str], given: Collection[str], known: Collectio
     unknown = (name for name in given if name not in known and len(name) <= _MAX_NAME_COMPARED)
     names = list(islice(unknown, _MAX_NAMES_COMPARED))
     for field in missing:
-        for (lacking, name), endpoints in _OTHER_ENDPOINTS.items():
+        for (lacking, name), requests in _OTHER_REQUESTS.items():
             if lacking == field and name in given:
-                return f" {name!r} belongs to requests to {endpoints}."
+                return f" {name!r} belongs to {requests}."
         for found in get_close_matches(field, names, n=1):
             return f" Is {found!r} a misspelling of {field!r}?"
     return ""
