@@ -122,15 +122,23 @@ def find_model(by_name: Mapping[str, T], name: object) -> T:
         first, *others = by_name.values()
         if all(other is first for other in others):
             return first
-    served = f"Served here: {', '.join(sorted(by_name))}"
     if name is None:
-        raise BadRequest(f"model: it is missing; name a model. {served}", param="model")
+        raise BadRequest(f"model: it is missing; name a model. {_served_here(by_name)}", param="model")
     if not isinstance(name, str):
-        raise BadRequest(f"model: it must be the name of a model. {served}", param="model")
+        raise BadRequest(f"model: it must be the name of a model. {_served_here(by_name)}", param="model")
     if name not in by_name:
-        message = f"The model {name[:MAX_SHOWN_NAME]!r} does not exist. {served}"
-        raise NotFound(message, param="model", code="model_not_found")
+        raise unknown_model(name, by_name)
     return by_name[name]
+
+
+def unknown_model(name: str, served: Iterable[str]) -> NotFound:
+    """The error for a request that names a model that does not exist. served: the names of those that do."""
+    message = f"The model {name[:MAX_SHOWN_NAME]!r} does not exist. {_served_here(served)}"
+    return NotFound(message, param="model", code="model_not_found")
+
+
+def _served_here(names: Iterable[str]) -> str:
+    return f"Served here: {', '.join(sorted(names))}"
 
 
 def unsupported_path(url: str, name: str, supported: Iterable[str]) -> BadRequest:

@@ -16,6 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from batchline.backends.base import unknown_model
 from batchline.batch import lines
 from batchline.batch.check import CheckReport, LineFault, LineObserver, check_file
 from batchline.batch.index import LineIndex, LineReader
@@ -111,8 +112,7 @@ class RequestJudge:
             raise BadRequest(f"No model answers {url}. Served: {', '.join(CHECKS)}", param="url")
         model = body.get("model")
         if self._served_models and model is not None and model not in self._served_models:
-            served = ", ".join(self._served_models)
-            raise NotFound(f"The model {model[:_SHOWN_URL]!r} does not exist. Served: {served}", param="model")
+            raise unknown_model(model, self._served_models)
         return checked_request(url, body, self._text, self._trial)
 
 

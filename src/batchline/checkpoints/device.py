@@ -1,4 +1,4 @@
-"""Chooses the device and the data type of a model of any kind, from its options and the machine."""
+"""The device and the data type of a model of any kind, from its options and the machine; and what a full memory raises."""
 
 from __future__ import annotations
 
@@ -32,3 +32,11 @@ def choose_pooling_dtype(config: ModelConfig) -> torch.dtype:
     """The data type of an embedding or scoring model. `auto` is float32, in which rows equal sentence-transformers' own
     to 1e-5."""
     return DTYPES.get(config.dtype, torch.float32)
+
+
+def is_out_of_memory(exc: BaseException) -> bool:
+    """Whether a device, or this process, had too little memory. torch's CPU allocator has no exception type of its own;
+    numpy's is MemoryError."""
+    if isinstance(exc, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc)

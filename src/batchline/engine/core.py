@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
+from batchline.checkpoints.device import is_out_of_memory
 from batchline.config import EngineConfig
 from batchline.engine.allowance import BatchAllowance
 from batchline.engine.block_pool import BlockPool
@@ -200,7 +201,7 @@ class Engine:
                 self.scheduler.check_integrity()
             if isinstance(exc, EncodingFailed):
                 return [self._fail_to_encode(exc.sequence, exc.__cause__ or exc)]
-            return self._shrink(step, exc) if _is_out_of_memory(exc) else self._go_on_after(step, exc)
+            return self._shrink(step, exc) if is_out_of_memory(exc) else self._go_on_after(step, exc)
         if suspects is not None:
             self._search.clear(step.sequences)
         self._step_size.note_good_step(step.num_tokens)
@@ -377,7 +378,7 @@ class Engine:
 
     def _fail_to_encode(self, sequence: Sequence, exc: BaseException) -> RequestFailed:
         """End a sequence whose image or other item could not be encoded."""
-        if not _is_out_of_memory(exc):
+        if not is_out_of_memory(exc):
             return self._fail(sequence, exc)
         drop_locals(exc)
         return self._fail(sequence, self._out_of_memory("an image or recording of this request does not fit", exc))
@@ -480,9 +481,3 @@ def _error_of(exc: BaseException) -> EngineError:
         return exc
     logger.error("a request failed", exc_info=exc)
     return SequenceFailed.because_of(exc)
-
-
-def _is_out_of_memory(exc: BaseException) -> bool:
-    # the CPU allocator has no separate exception type
-    is_own_type = isinstance(exc, (torch.OutOfMemoryError, MemoryError))
-    return is_own_type or (isinstance(exc, RuntimeError) and "can't allocate memory" in str(exc))

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from batchline.backends.base import MAX_SHOWN_NAME
+from batchline.backends.base import MAX_SHOWN_NAME, unknown_model
 from batchline.batch.check import CheckReport
 from batchline.batch.compression import MAGIC_BYTES, codec_of_bytes
 from batchline.errors import BatchlineError, InputUnreadable, LineError, counted
@@ -69,9 +69,7 @@ class LineJudge:
             message = f"The line's url is {url[:MAX_SHOWN_NAME]!r}, but the batch's endpoint is {self._endpoint!r}."
             raise LineError("invalid_url", message, param="url")
         if model not in self._served:
-            served = ", ".join(sorted(self._served))
-            message = f"The model {model[:MAX_SHOWN_NAME]!r} does not exist. Served here: {served}"
-            raise LineError("model_not_found", message, param="body.model")
+            raise LineError("model_not_found", unknown_model(model, self._served).message, param="body.model")
         self.model = self.model or model
         if model != self.model and not self._takes_many_models:
             message = f"All requests of a batch must name the same model: {model!r} is not {self.model!r}."

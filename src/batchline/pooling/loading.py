@@ -18,7 +18,7 @@ from sentence_transformers.base.modules import Transformer
 from torch import nn
 from transformers import AutoTokenizer
 
-from batchline.checkpoints.device import choose_device, choose_pooling_dtype
+from batchline.checkpoints.device import choose_device, choose_pooling_dtype, is_out_of_memory
 from batchline.checkpoints.files import reading
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.gguf_folder import linked_files
@@ -92,7 +92,7 @@ class LoadedPoolingModel:
                 rows = self.read_rows(self.module, self._forward(features))
                 return np.asarray(rows.float().cpu().numpy(), dtype=np.float32)
         except (RuntimeError, MemoryError) as exc:
-            if not _is_out_of_memory(exc):
+            if not is_out_of_memory(exc):
                 raise
         # outside the handler, so that the traceback no longer holds the failed batch's tensors
         if self.device.type == "cuda":
@@ -266,11 +266,6 @@ def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel) -> tuple[st
     if unknown is not None:
         return unknown, False
     return NOT_BUILT if load_library() is None else "they do not reproduce the model as torch computes it", True
-
-
-def _is_out_of_memory(exc: Exception) -> bool:
-    # torch's CPU allocator has no separate exception type; numpy's is a MemoryError
-    return isinstance(exc, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(exc)
 
 
 def _limits_that_keep_rows(loaded: LoadedPoolingModel, probe: list[TokenSequence]) -> BatchLimits:

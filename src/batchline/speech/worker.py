@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from batchline.callers import FairLine
+from batchline.checkpoints.device import is_out_of_memory
 from batchline.errors import EngineError, EngineOutOfMemory
 from batchline.model_thread import ModelThread, ThreadCall
 from batchline.speech.decoding import TextOf, WindowSequence
@@ -242,7 +243,6 @@ def _error_of(exc: Exception) -> EngineError:
     """What the caller of a window gets."""
     if isinstance(exc, EngineError):
         return exc
-    is_memory = isinstance(exc, torch.OutOfMemoryError | MemoryError)
-    error = (EngineOutOfMemory if is_memory else EngineError)("the model failed on this recording")
+    error = (EngineOutOfMemory if is_out_of_memory(exc) else EngineError)("the model failed on this recording")
     error.__cause__ = exc
     return error
