@@ -107,7 +107,7 @@ async def test_its_greedy_answers_are_those_of_the_embedded_engine_also_after_a_
         long: dict[str, Any] = {"temperature": 0, "max_tokens": 1500, "ignore_eos": True}
         asked = [asyncio.create_task(backend.answer(chat(text, **long))) for text in TEXTS]
         await asyncio.sleep(1)
-        assert not any(task.done() for task in asked)
+        assert [task.result() for task in asked if task.done()] == []
         first = descendants(os.getpid())
         os.kill(engine_core(first), signal.SIGKILL)
         for text, answer, start in zip(TEXTS, await asyncio.gather(*asked), expected, strict=True):
