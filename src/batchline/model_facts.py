@@ -11,8 +11,8 @@ class ModelFacts:
     """One loaded model, as it runs.
 
     kernels: the instruction set and the parts that run on it, or `none` and the reason. cache_bytes: None for a model
-    without a cache. max_model_len: context length in tokens. warning: why the model is slower than it could be, and the
-    remedy.
+    without a cache. max_model_len: context length in tokens. draft_model: as in the options. warning: why the model is
+    slower than it could be, and the remedy.
     """
 
     name: str
@@ -24,6 +24,7 @@ class ModelFacts:
     num_threads: int
     max_model_len: int
     cache_bytes: int | None = None
+    draft_model: str | None = None
     warning: str | None = None
 
     @property
@@ -37,6 +38,7 @@ class ModelFacts:
             f"{self.num_threads} thread{'' if self.num_threads == 1 else 's'}",
             "no cache" if self.cache_bytes is None else f"cache {self.cache_bytes / 2**20:,.0f} MiB",
             f"context {self.max_model_len:,} tokens",
+            *([] if self.draft_model is None else [f"draft model {self.draft_model}"]),
         ]
         return f"{self.name}: {', '.join(parts)}"
 

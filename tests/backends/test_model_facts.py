@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 
 from batchline import run_batch
 from batchline.backends.base import BackendStats, EndpointRequest, ServedModel
@@ -45,10 +48,30 @@ async def facts_of(name: str, **settings: Any) -> ModelFacts:
     return served.facts
 
 
+def isa_in_use() -> str:
+    return library.isa_name(library.open_kernels("auto"), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("isa", "dtype", "name"),
+    [
+        (library.Isa.AMX, torch.bfloat16, "amx"),
+        (library.Isa.AMX, torch.float32, "avx512"),
+        (library.Isa.AVX512_BF16, torch.float32, "avx512"),
+        (library.Isa.AVX2, torch.float32, "avx2"),
+    ],
+)
+def test_the_kernels_are_named_after_what_computes_the_data_type(
+    isa: library.Isa, dtype: torch.dtype, name: str
+) -> None:
+    kernels = cast("library.NativeKernels", SimpleNamespace(isa=isa))
+    assert library.isa_name(kernels, dtype) == name
+
+
 @has_kernels
 async def test_generative_model_tells_all_that_runs() -> None:
     facts = await facts_of("tiny-chat")
-    isa = library.isa_name("auto")
+    isa = isa_in_use()
     assert facts.kernels == f"{isa}, fused layers"
     assert facts.warning is None
     assert facts.cache_bytes is not None
@@ -63,8 +86,13 @@ async def test_generative_model_tells_all_that_runs() -> None:
 async def test_embedding_model_and_cross_encoder_tell_what_runs() -> None:
     for name, architecture in (("tiny-embed", "BertModel"), ("tiny-rerank", "BertForSequenceClassification")):
         facts = await facts_of(name)
-        assert (facts.architecture, facts.kernels) == (architecture, f"{library.isa_name('auto')}, whole encoder")
+        assert (facts.architecture, facts.kernels) == (architecture, f"{isa_in_use()}, whole encoder")
         assert "no cache" in facts.text
+
+
+def test_the_draft_model_is_named() -> None:
+    assert replace(FACTS, draft_model="drafts/small").text.endswith(", draft model drafts/small")
+    assert "draft" not in FACTS.text
 
 
 @has_kernels

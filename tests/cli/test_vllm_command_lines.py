@@ -269,6 +269,7 @@ REFUSED = [
     ('-sc {"method":"ngram","prompt_lookup_max":"4"}', "Speculative decoding uses prompt look-up or"),
     ("--speculative-config.method draft_model", "Speculative decoding uses prompt look-up or"),
     ("--speculative-model /no/where", "There is no model at '/no/where'"),
+    ("--draft-model examples --prompt-lookup-min 2", "have no effect with --draft-model"),
     ("--draft-model examples --speculation off", "A draft model has no effect while speculation is off"),
     ("--spec-decoding-acceptance-method typical_acceptance_sampler", "Guesses never change the distribution"),
     ("--quantization awq", "'awq' is not supported. int8 and int4 quantize ordinary weights"),

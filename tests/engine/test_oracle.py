@@ -141,6 +141,18 @@ def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKerne
     assert_reused_and_preempted(engine)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixture_of_sizes_that_torch_cannot_multiply_at_once_runs(tmp_path: Path, dtype: DType) -> None:
+    folder = make_model("qwen3_moe", tmp_path, moe_intermediate_size=22)
+    engine = small_engine(folder, cpu_kernels="auto", dtype=dtype)
+    tokens = greedy_tokens(engine, make_prompts(VOCAB)[:4])
+    if dtype == "float32":
+        plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+        for prompt, answer in zip(make_prompts(VOCAB)[:4], tokens, strict=True):
+            logits = plain(torch.tensor([prompt + tuple(answer)])).logits[0, len(prompt) - 1 : -1]
+            assert logits.argmax(-1).tolist() == answer
+
+
 def assert_logprobs_equal(reported: Sequence[TokenLogprobs], tokens: Sequence[int], logits: torch.Tensor) -> None:
     """reported: one per row of logits (n, vocab), for the token that each row predicts."""
     expected = torch.log_softmax(logits.double(), -1)

@@ -1,4 +1,4 @@
-"""The device and the data type of a model of any kind, from its options and the machine; and what a full memory raises."""
+"""The device and the data type of a model, from its options and the machine; and what a full memory raises."""
 
 from __future__ import annotations
 

@@ -386,6 +386,11 @@ class ModelOptions:
     def _speculation(self) -> SpeculationConfig:
         """Raises: UsageError."""
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if self.draft_model is not None and (least, most) != (None, None):
+            raise UsageError(
+                "--prompt-lookup-min and --prompt-lookup-max have no effect with --draft-model, whose model guesses in "
+                "place of prompt look-up. Leave them out."
+            )
         return SpeculationConfig(
             mode=self.speculation,
             draft_model=self.draft_model,

@@ -63,7 +63,7 @@ from batchline.errors import ModelLoadError, UnsupportedModel
 from batchline.model_facts import NOT_BUILT
 from batchline.native.grouped import dequantized, open_grouped_kernels
 from batchline.native.int8 import open_int8_kernels
-from batchline.native.library import NativeKernels, load_library, open_kernels
+from batchline.native.library import NativeKernels, isa_name, load_library, open_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -171,6 +171,8 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         raise ModelLoadError(config.model, f"GGUF models run on CPUs, and not on {device}; use the original model")
     whole, text_config, eos_token_ids = _read(config, dtype, warns=refusal is None)
     whole = whole.to(device).eval().requires_grad_(False)
+    if _has_odd_experts(whole):
+        whole.set_experts_implementation("eager")
     model, media = _parts(config, whole)
     formats = formats_of(config.model)
     work = linear_work(model) if config.quantization is None and formats is None else None
@@ -204,7 +206,7 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         eos_token_ids=eos_token_ids,
         kernels=kernels,
         execution=Execution(
-            kernels=None if kernels is None else kernels.isa.name.lower(),
+            kernels=None if kernels is None else isa_name(kernels, dtype),
             reason=reason if kernels is None else why_not_fused(model, probe.groups),
             quantization=config.quantization or formats,
             is_fused=kernels is not None and can_fuse(model, probe.groups),
@@ -263,6 +265,13 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     if not os.path.isdir(config.model):  # they have just been downloaded
         refuse_odd_numbers(config.model, config.revision)
     return model, hf_config.get_text_config(), eos_token_ids
+
+
+def _has_odd_experts(model: Any) -> bool:
+    """Whether torch's product of all experts at once refuses the sizes of a mixture: its rows need multiples of 16
+    bytes."""
+    stacked = (parameter for parameter in model.parameters() if parameter.ndim == 3)
+    return any(size * each.element_size() % 16 for each in stacked for size in each.shape[1:])
 
 
 def _loads_with_encoder(hf_config: Any) -> bool:

@@ -108,6 +108,7 @@ def facts_of(config: EngineConfig, loaded: LoadedModel, cache_bytes: int, max_mo
         num_threads=config.model.num_threads or torch.get_num_threads(),
         cache_bytes=cache_bytes,
         max_model_len=max_model_len,
+        draft_model=config.speculation.draft_model,
         warning=warning,
     )
 

@@ -302,10 +302,12 @@ class NativeKernels:
         check(self._library.batchline_attention(self._runtime, dtype, ctypes.byref(args), torch.get_num_threads()))
 
 
-def isa_name(wanted: CpuKernels) -> str:
-    """The name of the instruction set that `open_kernels` uses, as in options; `none` if there is none."""
-    kernels = open_kernels(wanted)
-    return "none" if kernels is None else kernels.isa.name.lower()
+def isa_name(kernels: NativeKernels | None, dtype: torch.dtype) -> str:
+    """The name, as in options, of the instruction set that computes numbers of this type: the best ones only add
+    instructions for bfloat16. `none` without kernels."""
+    if kernels is None:
+        return "none"
+    return (kernels.isa if dtype == torch.bfloat16 else min(kernels.isa, Isa.AVX512)).name.lower()
 
 
 def open_kernels(wanted: CpuKernels) -> NativeKernels | None:

@@ -27,7 +27,7 @@ from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, short_reason
 from batchline.model_facts import NOT_BUILT, ModelFacts, missing_kernels
-from batchline.native.library import isa_name, load_library
+from batchline.native.library import isa_name, load_library, open_kernels
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
 from batchline.pooling.fused_encoder import fuse_encoder, why_not_fused
@@ -244,7 +244,9 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
     if fused and _agrees(loaded, probe, expected, tolerance):
         num_threads = config.num_threads or torch.get_num_threads()
         limits = replace(FUSED_LIMITS, max_tokens=FUSED_LIMITS.max_tokens * num_threads)
-        return replace(loaded, limits=limits, kernels=f"{isa_name(config.cpu_kernels)}, whole encoder")
+        return replace(
+            loaded, limits=limits, kernels=f"{isa_name(open_kernels(config.cpu_kernels), dtype)}, whole encoder"
+        )
     restore(fused)
     packed = pack_linears(loaded.module) if can_pack(dtype, loaded.device) else []
     if packed and not _agrees(loaded, probe, expected, tolerance):
