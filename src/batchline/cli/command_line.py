@@ -307,7 +307,8 @@ class ArgumentReader:
     def _refuse_unknown(self, name: str) -> None:
         other = self._of_others.get(name.replace("_", "-"))
         if other is not None:
-            self.problems.append(f"{name} is an option of {other}.")
+            hint = " Give the file without it." if name in {"-i", "--input-file"} else ""
+            self.problems.append(f"{name} is an option of {other}.{hint}")
             return
         meant = self._meant(name.replace("_", "-"))
         self.problems.append(f"No such option: {name}." + (f" Did you mean {meant}?" if meant else ""))
