@@ -72,7 +72,7 @@ def test_a_container_that_is_full_leaves_nothing(container: Container) -> None:
 
 def test_memory_is_promised_until_it_is_written_or_given_back() -> None:
     ledger = memory.MemoryLedger()
-    array = ledger.promise(np.zeros(64 * MIB, dtype=np.uint8))
+    array = ledger.promise(memory.fresh_zeros(64 * MIB))
     assert abs(ledger.untouched_bytes() - 64 * MIB) <= MIB
     array[: 32 * MIB] = 1
     assert abs(ledger.untouched_bytes() - 32 * MIB) <= 2 * MIB, "what is written is seen by the system itself"
