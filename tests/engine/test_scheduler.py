@@ -862,6 +862,19 @@ def test_guesses_of_batch_lines_count_as_batch_work() -> None:
     assert split_tokens(engine.step()) == (0, 4)
 
 
+def test_guesses_of_a_batch_line_take_no_token_of_other_lines() -> None:
+    """Bug: where little batch work was allowed in a step, the guesses of the first lines used all of it, and the other
+    lines got no token."""
+    engine = limited_engine(max_batch=6)
+    lines = [make_sequence((n, 0, n), max_tokens=12, priority=BATCH) for n in range(2)]
+    engine.add(*lines)
+    engine.step()
+    for line in lines:
+        line.guesses = right_guesses(line, 9)
+    step = engine.step()
+    assert {chunk.sequence: chunk.num_tokens for chunk in step.chunks} == {lines[0]: 5, lines[1]: 1}
+
+
 def test_guesses_take_no_block_that_another_sequence_may_need() -> None:
     engine, sequence = guessing(num_blocks=8)
     other = make_sequence((0, 0, 0), max_tokens=4)

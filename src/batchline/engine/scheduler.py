@@ -403,7 +403,7 @@ class Scheduler:
             sequence.max_num_computed_tokens - end,
         )
         if self._draft.batch_budget is not None and sequence.kind > 0:
-            num_wanted = min(num_wanted, self._draft.batch_budget - 1)
+            num_wanted = min(num_wanted, self._draft.batch_budget - num_others)
         num_spare = max(0, self.pool.num_free - num_others)
         missing = self._num_blocks(end + num_wanted) - len(sequence.block_table)
         if num_wanted > 0 and missing > 0:
