@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
