@@ -86,7 +86,7 @@ def content(answer: Answer) -> str:
         ('raw {"a":', "invalid_answer", 'not with JSON: {"a":'),
         ("raw 17", "invalid_answer", "not an object"),
         ("raw [1, 2]", "invalid_answer", "not an object: [1, 2]"),
-        ("status 999", "invalid_answer", "answers with 999, which is no status of HTTP"),
+        ("status 999", "invalid_answer", "answers with 999, which is not an HTTP status"),
         ("raw NaN", "invalid_answer", "not with JSON"),
         ("raw {}", "invalid_answer", "without a result"),
         ('raw {"error": {"message": "Provider is away", "code": 502}}', "invalid_answer", "Provider is away"),

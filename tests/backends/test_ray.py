@@ -283,7 +283,7 @@ def test_every_exception_of_ray_becomes_one_of_ours(kind: type[Exception]) -> No
         (ray_exceptions.ObjectStoreFullError("full"), "full", False),
         (ray_exceptions.GetTimeoutError("slow"), "too long", True),
         (ray_exceptions.WorkerCrashedError(), "The worker died", True),
-        (asyncio.TimeoutError(), "It has not answered for too long.", True),
+        (asyncio.TimeoutError(), "It has stopped answering.", True),
     ],
 )
 def test_what_may_be_a_requests_fault(exc: BaseException, text: str, is_suspicious: bool) -> None:
@@ -296,7 +296,7 @@ def test_what_may_be_a_requests_fault(exc: BaseException, text: str, is_suspicio
     ("message", "text", "is_suspicious"),
     [
         ("The actor died because its node has died. Node Id: 12", "Its machine has left the cluster.", False),
-        ("The actor is dead because it was killed by `ray.kill`.", "Somebody ended its actor.", False),
+        ("The actor is dead because it was killed by `ray.kill`.", "Another program stopped its actor.", False),
         ("The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR", "was killed", True),
         ("Task was killed due to the node running low on memory.", "short of memory", True),
     ],

@@ -266,7 +266,7 @@ async def test_a_request_that_ends_three_replicas_gets_an_error_and_the_others_t
     failed = [text for text, answer in zip(texts, answers, strict=True) if answer.is_error]
     assert failed == ["lethal"]
     error = answers[50].parsed_body()["error"]
-    assert (answers[50].status_code, error["message"]) == (500, "Each replica that worked on this request ended")
+    assert (answers[50].status_code, error["message"]) == (500, "Every replica that worked on this request failed")
     assert len(launcher.hosts) == 4
 
 

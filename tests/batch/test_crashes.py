@@ -65,7 +65,7 @@ def test_a_request_that_ends_the_process_is_answered_with_an_error_after_the_thi
     assert contents(results) == GOOD
     response = results[30]["response"]
     assert (response["status_code"], response["body"]["error"]["code"]) == (500, "process_crashed")
-    assert "ended the engine or its process 3 times" in response["body"]["error"]["message"]
+    assert "crashed the engine or its process 3 times" in response["body"]["error"]["message"]
 
 
 def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_after_a_crash_suspects_run_in_small_groups_and_then_alone(tmp_path: Pat
     assert "ended with a crash (Segmentation fault) while" in second["warnings"][0]
     assert len(second["asked"]) < len(first["asked"])
     assert third["asked"][-1] == "segfault"
-    assert "The request 'poison 0' (line 31) ended the engine or its process 3 times." in last["warnings"][-1]
+    assert "The request 'poison 0' (line 31) crashed the engine or its process 3 times." in last["warnings"][-1]
     assert "segfault" not in last["asked"]
     assert not (tmp_path / "out.jsonl.partial").exists()
 
@@ -98,7 +98,7 @@ def test_a_request_whose_process_is_always_killed_gets_an_error_after_the_sixth_
     assert children[1]["warnings"] == []  # one kill may be the user's, and accuses nobody
     assert "was killed, not for the first time, while" in children[2]["warnings"][0]
     assert [child["asked"][-1] for child in children[3:6]] == ["kill"] * 3
-    assert "ended the engine or its process 6 times" in children[-1]["warnings"][-1]
+    assert "crashed the engine or its process 6 times" in children[-1]["warnings"][-1]
     results = read_lines(tmp_path / "out.jsonl")
     assert contents(results) == GOOD
     assert results[30]["response"]["body"]["error"]["code"] == "process_crashed"

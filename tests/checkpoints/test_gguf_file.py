@@ -64,10 +64,10 @@ def test_metadata_and_tensors_are_those_that_were_written(path: Path) -> None:
     [
         (lambda b: b"GGML" + b[4:], "does not begin with GGUF"),
         (lambda b: b[:4] + struct.pack("<I", 9) + b[8:], "has the GGUF version 9"),
-        (lambda b: b[:10], "is no GGUF file, or not whole"),
-        (lambda b: b"", "is no GGUF file, or not whole"),
+        (lambda b: b[:10], "is not a GGUF file, or is incomplete"),
+        (lambda b: b"", "is not a GGUF file, or is incomplete"),
         (lambda b: b[:-40], "ends before its tensor two.weight"),
-        (lambda b: b[:60], "is damaged: a count in its header is too large|is not whole"),
+        (lambda b: b[:60], "is damaged: a count in its header is too large|is incomplete"),
         (lambda b: b[:8] + struct.pack("<Q", 1 << 62) + b[16:], "a count in its header is too large"),
         (lambda b: b[:16] + struct.pack("<Q", 1 << 62) + b[24:], "a count in its header is too large"),
         (lambda b: b[:24] + struct.pack("<Q", 1 << 63) + b[32:], "a count in its header is too large"),

@@ -190,7 +190,7 @@ def test_options_of_batches_are_refused_without_batches(
 ) -> None:
     """Bug: they were ignored silently, and nobody learned that no webhook would ever be sent."""
     text = BATCH_OPTIONS[name]
-    wanted = f"--no-batches leaves these options without effect: --{name}"
+    wanted = f"With --no-batches, these options have no effect: --{name}"
     assert wanted in refusal("no/model", "--no-batches", f"--{name}", *([] if text is None else [text]))
     config = tmp_path / "server.yaml"
     config.write_text(f"{name}: {'true' if text is None else text}\nbatches: false\n")

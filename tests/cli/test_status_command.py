@@ -134,7 +134,7 @@ def test_an_empty_state_folder_and_an_unknown_output_are_said_plainly(command: C
     )
     code, text = command(tmp_path / "out.jsonl", "--state-dir", tmp_path)
     assert code == 2
-    assert "There is no record of a run to" in text
+    assert "There is no record of a run that writes" in text
 
 
 def test_a_name_cannot_control_the_terminal(command: Command, known: Any) -> None:

@@ -68,7 +68,7 @@ def test_our_own_server_runs_a_batch_and_its_failed_lines_again(command: Command
     batch = write_lines(tmp_path / "good.jsonl", [chat_line("a")])
     good = json.loads(command("batches", "create", batch, "--base-url", ours, "--watch", "--json").out)["id"]
     nothing = command("batches", "retry", good, "--base-url", ours)
-    assert (nothing.code, "nothing to send again" in nothing.err) == (0, True)
+    assert (nothing.code, "nothing to retry" in nothing.err) == (0, True)
     gone = command("batches", "show", "batch_nothing", "--base-url", ours)
     assert (gone.code, gone.err.count("\n")) == (2, 1)
 

@@ -97,7 +97,7 @@ def test_failed_lines_have_a_file_of_their_own_and_can_be_sent_again(
     assert [json.loads(line)["custom_id"] for line in sent] == ["r1", "r2"]
     command("batches", "watch", new["id"])
     nothing = command("batches", "retry", new["id"])
-    assert (nothing.code, "nothing to send again" in nothing.err) == (0, True)
+    assert (nothing.code, "nothing to retry" in nothing.err) == (0, True)
 
 
 def test_a_retry_whose_answer_is_lost_is_asked_for_again_with_the_same_key(
@@ -282,7 +282,7 @@ def test_a_server_of_something_else_is_named(command: Command) -> None:
 def test_a_server_without_tls_is_named(command: Command, service: FakeService) -> None:
     ended = command("batches", "list", "--base-url", service.url.replace("http:", "https:"))
     assert ended.code == 1
-    assert "No TLS connection" in ended.err
+    assert "does not accept TLS connections" in ended.err
 
 
 def test_a_busy_service_is_asked_again(command: Command, service: FakeService, waits: list[float]) -> None:

@@ -115,7 +115,7 @@ async def test_what_is_wrong_is_told_in_the_requests_own_fields(fields: dict[str
 
 
 async def test_vectors_that_do_not_fill_bytes_have_no_bits() -> None:
-    with pytest.raises(BadRequest, match="vectors of 4 numbers do not fill bytes"):
+    with pytest.raises(BadRequest, match="a multiple of 8, and these have 4 numbers"):
         await answer(FakeEmbedder(), embedding_types=["ubinary"])
 
 

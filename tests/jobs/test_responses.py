@@ -134,11 +134,11 @@ def test_one_key_cannot_take_the_places_of_all_others_in_the_background(store_wi
     store = store_with(max_kept=8)
     for number in range(4):
         begin(store, f"a{number}", owner="a")
-    with pytest.raises(Overloaded, match="Too many of your responses"):
+    with pytest.raises(Overloaded, match="Too many of your background responses"):
         begin(store, "a4", owner="a")
     for number in range(2):
         begin(store, f"b{number}", owner="b")
-    with pytest.raises(Overloaded, match="Too many of your responses"):
+    with pytest.raises(Overloaded, match="Too many of your background responses"):
         begin(store, "b2", owner="b")
     begin(store, "c0", owner="c")
     end(store, "a0", owner="a")
@@ -149,7 +149,7 @@ def test_one_key_cannot_take_the_places_of_all_others_in_the_background(store_wi
 def test_one_key_cannot_take_all_the_bytes_in_the_background(store_with: OpenStore) -> None:
     store = store_with(max_bytes=1000)
     begin(store, "a0", "x" * 400, owner="a")
-    with pytest.raises(Overloaded, match="Too many of your responses"):
+    with pytest.raises(Overloaded, match="Too many of your background responses"):
         begin(store, "a1", "x" * 200, owner="a")
     begin(store, "b0", "x" * 300, owner="b")
 
@@ -352,7 +352,7 @@ async def test_the_database_is_never_used_on_the_event_loop() -> None:
     await asyncio.gather(*await finishing(kept, "b"))
     await kept.finished("b", "", "previous_response_id")
     await kept.output_items(["x"], "")
-    with pytest.raises(BadRequest, match="Only a response made in the background"):
+    with pytest.raises(BadRequest, match="Only a background response"):
         await kept.cancel("b", "")
     async with kept.working():
         await asyncio.sleep(0)

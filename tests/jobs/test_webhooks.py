@@ -404,7 +404,7 @@ async def test_a_requests_webhook_leads_to_no_private_address(store: Store, rece
 
 async def test_an_operator_may_forbid_webhooks_of_requests(store: Store) -> None:
     async with sender(store, Clock(), allowed_domains=("none",)) as webhooks:
-        with pytest.raises(BadRequest, match="calls no URLs from requests"):
+        with pytest.raises(BadRequest, match="does not call URLs from requests"):
             webhooks.check(BatchWebhook(url="https://hook.example/", secret=SECRET))
 
 

@@ -152,7 +152,7 @@ def test_colours_of_16_bits_keep_their_shades() -> None:
 def test_an_image_whose_white_nobody_knows_is_refused(numbers: type) -> None:
     """Bug: integers of 32 bits became white, and fractions black, as Pillow alone shows them."""
     shades = Image.fromarray(np.array([[0, 1, 2, 3]]).astype(numbers))
-    with pytest.raises(UnprocessableEntity, match="32 bits per pixel; save it with 8 or 16"):
+    with pytest.raises(UnprocessableEntity, match="32 bits per channel; save it with 8 or 16"):
         decode_image(saved(shades, "TIFF"), MAX_PIXELS)
 
 

@@ -244,7 +244,7 @@ def test_what_is_made_in_the_background_can_be_cancelled(serve: Serve) -> None:
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         unfinished = client.post("/v1/responses", json={"input": "x", "previous_response_id": begun["id"]})
         assert unfinished.status_code == 400
-        assert "is still being made" in unfinished.json()["error"]["message"]
+        assert "is still in progress" in unfinished.json()["error"]["message"]
         cancelled = client.post(f"/v1/responses/{begun['id']}/cancel").json()
         assert (cancelled["id"], cancelled["status"]) == (begun["id"], "cancelled")
         assert client.get(f"/v1/responses/{begun['id']}").json()["status"] == "cancelled"
@@ -374,7 +374,7 @@ def test_more_than_can_be_kept_in_progress_are_refused_and_none_is_dropped(serve
         begun = [client.post("/v1/responses", json=ask).json()["id"] for _ in range(5)]
         refused = client.post("/v1/responses", json=ask)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
-        assert "in the background" in refused.json()["error"]["message"]
+        assert "background responses" in refused.json()["error"]["message"]
         backend.allow()
         unstored = client.post("/v1/responses", json={"model": "stuck", "input": "x", "store": False})
         assert unstored.status_code == 200

@@ -144,7 +144,7 @@ def test_an_output_folder_replaces_tables_only(name: str, run_table: RunTable, t
     save_dataset(tmp_path / "in", rows("a"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / name).write_text("years of work")
-    with pytest.raises(OutputUnwritable, match=f"files that are no table's, such as '{name}'"):
+    with pytest.raises(OutputUnwritable, match=f"files that do not belong to a table, such as '{name}'"):
         run_table(tmp_path / "in", tmp_path / "out", prompt_column="text")
     with pytest.raises(OutputUnwritable, match="the same folder as the input"):
         run_table(tmp_path / "in", tmp_path / "in", prompt_column="text")

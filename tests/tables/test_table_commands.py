@@ -134,9 +134,9 @@ ONE_OF = "--prompt-template, --prompt-column, --messages-column or --embed-colum
     [
         (
             "run-batch -i in.parquet -o out.parquet",
-            f"'in.parquet' is a table. Say what each of its rows asks with {ONE_OF}",
+            f"'in.parquet' is a table. Set the request for each row with {ONE_OF}",
         ),
-        ("run-batch -i in.jsonl -o out.jsonl --max-tokens 3", f"--max-tokens requires a table to ask: pass {ONE_OF}"),
+        ("run-batch -i in.jsonl -o out.jsonl --max-tokens 3", f"--max-tokens requires a table: set the request for each row with {ONE_OF}"),
         ("run-batch -i in.parquet -o out.x --prompt-column text", "does not show a table's format"),
         ("run-batch -i - -o - --prompt-column text", "Pass --input-format, such as --input-format csv"),
         ("run-batch -i in.parquet -o - --prompt-column text", "Pass --output-format"),
@@ -168,10 +168,10 @@ ONE_OF = "--prompt-template, --prompt-column, --messages-column or --embed-colum
             "run-batch -i in.parquet -o s3://bucket/out/ --output-format dataset --prompt-column text",
             "only be written to",
         ),
-        ("retry -i in.parquet -o out.parquet", "The failed rows of a table are not retried in place"),
-        ("check in.parquet", "make-requests writes them as a batch file"),
-        ("plan in.parquet", "make-requests writes them as a batch file"),
-        ("make-requests -i in.parquet -o out.jsonl", f"Say what each row of the table asks with {ONE_OF}"),
+        ("retry -i in.parquet -o out.parquet", "`retry` does not take tables"),
+        ("check in.parquet", "make-requests writes these requests to a batch file"),
+        ("plan in.parquet", "make-requests writes these requests to a batch file"),
+        ("make-requests -i in.parquet -o out.jsonl", f"Set the request for each row of the table with {ONE_OF}"),
     ],
 )
 def test_what_cannot_work_is_refused_in_a_sentence(cli: Cli, command: str, sentence: str) -> None:

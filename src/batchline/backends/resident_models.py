@@ -237,7 +237,7 @@ def _refuse_other_vocabulary(config: EngineConfig, tokenizer: Tokenizer) -> None
         return
     if load_tokenizer(draft, trust_remote_code=config.model.trust_remote_code).vocabulary != tokenizer.vocabulary:
         raise ModelLoadError(
-            draft, f"it is no draft model for {config.model.model}: their tokenizers have different vocabularies"
+            draft, f"it cannot be a draft model for {config.model.model}: their tokenizers have different vocabularies"
         )
 
 
@@ -251,7 +251,7 @@ def _refuse_smaller_vocabulary(config: EngineConfig, engine: AsyncEngine, tokeni
     if found is not None and found < needed:
         raise ModelLoadError(
             config.speculation.draft_model or "",
-            f"it is no draft model for {config.model.model}: it has {found:,} token ids, and {needed:,} are needed",
+            f"it cannot be a draft model for {config.model.model}: it has {found:,} token ids, and needs {needed:,}",
         )
 
 
@@ -260,7 +260,7 @@ def _warn_of_unknown_tokens(name: str, num_tokens: int, vocab_size: int) -> None
     if num_tokens > vocab_size:
         logger.warning(
             "%s: its tokenizer has %d tokens, but the model has embeddings for %d (tokens were added and the model was "
-            "never resized); requests whose text holds one of the others are answered with a 400",
+            "never resized); requests whose text contains one of the other tokens get a 400",
             name,
             num_tokens,
             vocab_size,

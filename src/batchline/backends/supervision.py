@@ -27,8 +27,8 @@ COMPANY_SIZES = (None, 16, 1)
 
 MAX_ENDS = len(COMPANY_SIZES)
 
-GIVEN_UP = "The model's engine ended each time it worked on this request"
-STREAM_BROKEN_OFF = "The model's engine ended while it worked on this stream; send the request again"
+GIVEN_UP = "The model's engine failed each time it worked on this request"
+STREAM_BROKEN_OFF = "The model's engine failed while it worked on this stream; send the request again"
 
 
 class Company:

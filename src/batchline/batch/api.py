@@ -394,7 +394,7 @@ def _servers(
 
     models = [model] if isinstance(model, str | EngineConfig) else list(model)
     if len(models) > 1 or not all(isinstance(one, str) for one in models):
-        raise UsageError("With base_url, model is the name of one model: the one of requests that name none.")
+        raise UsageError("With base_url, model must be the name of one model: the one for requests that name none.")
     return HttpConfig(
         servers=server_addresses(
             [base_url] if isinstance(base_url, str) else base_url, [api_key or key_of_environment()]

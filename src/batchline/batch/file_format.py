@@ -27,10 +27,10 @@ from batchline.openai_api.endpoint_table import CHAT, COMPLETIONS, EMBEDDINGS
 SAMPLE_BYTES = 64 * 1024
 
 _ROWS = (
-    "run-batch asks one request for each of its rows with --prompt-template or --prompt-column, and make-requests "
-    "writes them as a batch file"
+    "run-batch sends one request for each of its rows with --prompt-template or --prompt-column, and make-requests "
+    "writes these requests to a batch file"
 )
-_OTHER_TABLE = "save it as a Parquet or CSV file, each of whose rows run-batch can ask one request"
+_OTHER_TABLE = "save it as a Parquet or CSV file; run-batch can send one request for each of its rows"
 _UNPACK = "unpack it and use the .jsonl file inside"
 _ZIP = b"PK\x03\x04"
 _BINARY: tuple[tuple[re.Pattern[bytes], str, str], ...] = (

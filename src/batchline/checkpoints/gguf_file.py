@@ -128,14 +128,14 @@ def read_gguf(model: str, paths: Sequence[Path]) -> GgufModel:
 def _read_file(path: Path) -> tuple[Metadata, dict[str, GgufTensor]]:
     size = path.stat().st_size
     if size < 24:
-        raise _Damaged("is no GGUF file, or not whole")
+        raise _Damaged("is not a GGUF file, or is incomplete")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         reader = _Reader(memory, size)
         if reader.take(4) != MAGIC:
-            raise _Damaged("is no GGUF file (it does not begin with GGUF)")
+            raise _Damaged("is not a GGUF file (it does not begin with GGUF)")
         (version,) = reader.unpack("I")
         if version not in VERSIONS:
-            raise _Damaged(f"has the GGUF version {version}, and not 2 or 3")
+            raise _Damaged(f"has the GGUF version {version}; Batchline reads versions 2 and 3")
         num_tensors, num_values = reader.unpack("QQ")
         metadata = {}
         for _ in range(reader.count(num_values, 13)):
@@ -177,7 +177,7 @@ class _Reader:
     def take(self, count: int) -> bytes:
         end = self.position + count
         if end > self._size:
-            raise _Damaged("is not whole: it ends in its header")
+            raise _Damaged("is incomplete: it ends within its header")
         piece = self._memory[self.position : end]
         self.position = end
         return piece

@@ -116,7 +116,7 @@ def download(
         batch = await service.batch(batch_id)
         if not batch.is_over:
             raise RunFailed(
-                f"The batch {batch.id} is not over ({printable(batch.status)}). Wait for it with:\n"
+                f"The batch {batch.id} has not ended ({printable(batch.status)}). Wait for it with:\n"
                 f"  batchline batches watch {batch.id}"
             )
         wanted = [(file_id, path) for file_id, path in _result_files(batch, output, errors) if file_id]
@@ -155,7 +155,7 @@ def retry(
     async def again(service: Service) -> BatchObject | None:
         batch = await service.batch(batch_id)
         if not batch.is_over:
-            raise RunFailed(f"The batch {batch.id} is not over ({printable(batch.status)}). Wait for it, or cancel it.")
+            raise RunFailed(f"The batch {batch.id} has not ended ({printable(batch.status)}). Wait, or cancel it.")
         try:
             made = await service.retry_batch(batch_id) if completion_window is None else None
         except ServiceRefused as exc:
@@ -169,7 +169,7 @@ def retry(
 
     batch = options.call(again)
     if batch is None:
-        tell(f"Every request of {batch_id} was answered; there is nothing to send again.")
+        tell(f"All requests of {batch_id} succeeded; there is nothing to retry.")
     elif watch:
         tell(f"Started {batch.id}", is_whole=True)
         _watch(options, batch.id)

@@ -255,7 +255,7 @@ def _read(path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: it must contain option names and their values, as `port: 8000`")
+        raise UsageError(f"{path}: it must contain option names and their values, such as `port: 8000`")
     return content
 
 

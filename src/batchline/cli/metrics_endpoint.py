@@ -114,7 +114,7 @@ def serve_metrics(inner: Reporter, host: str, port: int) -> Iterator[MetricsRepo
     try:
         listener = bind(host, port, MAX_CONNECTIONS)
     except UsageError as exc:
-        raise UsageError(f"Metrics cannot be served: {exc}") from exc
+        raise UsageError(f"Cannot serve metrics: {exc}") from exc
     address, number = listener.getsockname()[:2]
     inner.phase(f"Serving metrics at http://{f'[{address}]' if ':' in address else address}:{number}/metrics")
     server = _BoundedServer(listener, Handler)

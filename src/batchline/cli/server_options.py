@@ -354,4 +354,5 @@ def refuse_without_batches(context: typer.Context) -> None:
     }
     given = given_options(context, names)
     if given:
-        raise UsageError(f"--no-batches leaves these options without effect: {', '.join(given)}. Remove them, or it.")
+        shown = ", ".join(given)
+        raise UsageError(f"With --no-batches, these options have no effect: {shown}. Remove them, or --no-batches.")

@@ -99,7 +99,7 @@ class RowOptions:
     def refuse_without_source(self) -> None:
         """Raises: UsageError if nothing says what a row asks."""
         if not self.is_chosen:
-            raise UsageError(f"Say what each row of the table asks with {_WANTED}.")
+            raise UsageError(f"Set the request for each row of the table with {_WANTED}.")
 
     def prompts(self, seed: int | None) -> RowPrompts:
         """What each row asks. seed: the value of `--seed`. Raises: UsageError."""
@@ -181,19 +181,19 @@ class TableRunOptions(RowOptions):
     def _refuse_without_rows(self, context: typer.Context, run_file: RunFileOptions) -> None:
         """Raises: UsageError for options that have a meaning only with a table, or a table without what to ask."""
         if given := given_options(context, {field.name for field in dataclasses.fields(self)}):
-            raise UsageError(f"{', '.join(given)} requires a table to ask: pass {_WANTED}.")
+            raise UsageError(f"{', '.join(given)} requires a table: set the request for each row with {_WANTED}.")
         _refuse_other_format(run_file.input_file)
         if _names_a_table(run_file.input_file):
-            raise UsageError(f"{run_file.input_file!r} is a table. Say what each of its rows asks with {_WANTED}.")
+            raise UsageError(f"{run_file.input_file!r} is a table. Set the request for each row with {_WANTED}.")
 
 
 def refuse_table(input_file: str) -> None:
     """Raises: UsageError for a table as the input of a retry."""
     if _names_a_table(input_file):
         raise UsageError(
-            "The failed rows of a table are not retried in place. Run them as a table of their own: `run-batch "
-            "--error-file NAME` writes them to a second table instead of the output, and `run-batch -i NAME "
-            "--column-prefix again_` asks them again."
+            "`retry` does not take tables. Run the failed rows as a separate table: `run-batch --error-file NAME` "
+            "writes them to a second table instead of the output, and `run-batch -i NAME --column-prefix again_` "
+            "runs them again."
         )
 
 

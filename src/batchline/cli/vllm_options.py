@@ -96,7 +96,7 @@ _ONE_DEVICE = (
     "A model runs on one device: there is no pipeline, data or context parallelism. With --engine vllm, use "
     "--engine-arg."
 )
-_ONE_MACHINE = "Batchline runs a model in one process on one machine."
+_ONE_MACHINE = "Batchline runs a model in one process on one machine. For several machines, use run-batch --ray."
 _SPECULATIVE = (
     "Speculative decoding uses prompt look-up or a draft model, with the keys method (ngram or draft_model), model (a "
     "name, for draft_model), and the whole numbers num_speculative_tokens, prompt_lookup_max and prompt_lookup_min. "

@@ -373,7 +373,7 @@ class Service:
                 )
             case aiohttp.ClientSSLError() | ssl.SSLError():
                 return ServiceUnreachable(
-                    f"No TLS connection to {self.display} is possible: the server there may only speak http://.",
+                    f"The server at {self.display} does not accept TLS connections: it may only speak http://.",
                     is_final=True,
                     was_sent=False,
                 )

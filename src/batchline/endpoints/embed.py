@@ -113,8 +113,8 @@ def _bits(vectors: Vectors) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """One bit per number (1 if it is positive), eight bits per byte. Raises: BadRequest."""
     if vectors.shape[1] % 8:
         raise BadRequest(
-            f"embedding_types: vectors of {vectors.shape[1]} numbers do not fill bytes with their bits; "
-            "leave out binary and ubinary",
+            f"embedding_types: binary and ubinary need vectors whose length is a multiple of 8, and these have "
+            f"{vectors.shape[1]} numbers",
             param="embedding_types",
         )
     return np.packbits(vectors > 0, axis=1)

@@ -44,7 +44,7 @@ JsonObject = dict[str, Any]
 
 _LOST = {
     "status": "failed",
-    "error": {"code": "500", "message": "The server stopped while it made this response; send the request again"},
+    "error": {"code": "500", "message": "The server stopped before it finished this response; send the request again"},
 }
 _MAX_IDS = 500
 """In one query."""
@@ -131,9 +131,9 @@ class ResponseStore:
             num_free = max_kept - len(running)
             bytes_free = self._limits.max_bytes - sum(other.num_bytes for other in running)
             if num_free <= 0 or (running and row["num_bytes"] > bytes_free):
-                raise Overloaded("Too many responses are being made in the background; try again later")
+                raise Overloaded("Too many background responses are in progress; try again later")
             if kept.owner and own and (len(own) >= num_free or sum(own) + row["num_bytes"] > bytes_free):
-                raise Overloaded("Too many of your responses are being made in the background; try again later")
+                raise Overloaded("Too many of your background responses are in progress; try again later")
             connection.execute(insert(responses).values(row))
             self._make_room(connection, now)
 

@@ -200,5 +200,5 @@ def resampled(samples: Samples, rate: int, wanted_rate: int) -> Samples:
 def _joined(pieces: Sequence[Samples]) -> Samples:
     """Raises: UnprocessableEntity."""
     if not sum(map(len, pieces)):
-        raise UnprocessableEntity("the recording holds no samples, or too few")
+        raise UnprocessableEntity("the recording has no samples, or too few")
     return np.concatenate(pieces)

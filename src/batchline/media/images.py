@@ -75,7 +75,7 @@ def _opened(data: bytes, max_pixels: int) -> Image.Image:
     if max(image.size) > MAX_SIDE:
         raise UnprocessableEntity(f"a side of the image has more than {MAX_SIDE:,} pixels")
     if image.mode in _UNBOUNDED:
-        raise UnprocessableEntity("the image has 32 bits per pixel; save it with 8 or 16")
+        raise UnprocessableEntity("the image has 32 bits per channel; save it with 8 or 16")
     if image.format in ("JPEG", "MPO") and data.count(_SCAN) > MAX_JPEG_SCANS:
         raise UnprocessableEntity(f"the JPEG image has more than {MAX_JPEG_SCANS} scans")
     return image

@@ -150,4 +150,4 @@ class IncomingBody:
 
 def too_much() -> Overloaded:
     """The error for a request for whose body there is no room."""
-    return Overloaded("The server holds too many large requests; try again later")
+    return Overloaded("The server has too many large requests; try again later")

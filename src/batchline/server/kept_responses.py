@@ -118,7 +118,7 @@ class KeptResponses:
         """A response that can be continued. Raises: NotFound, BadRequest."""
         kept = await self.get(response_id, owner, param)
         if kept.is_running:
-            message = f"{param}: the response {response_id!r} is still being made; wait for it, or cancel it"
+            message = f"{param}: the response {response_id!r} is still in progress; wait for it, or cancel it"
             raise BadRequest(message, param=param)
         status = kept.response["status"]
         if status not in CONTINUABLE:
@@ -138,7 +138,7 @@ class KeptResponses:
         async with self._changing:
             kept = await self.get(response_id, owner)
             if not kept.is_background:
-                raise BadRequest("Only a response made in the background can be cancelled", param="response_id")
+                raise BadRequest("Only a background response can be cancelled", param="response_id")
             if not kept.is_running:
                 return kept.response
             cancelled = replace(kept, response=kept.response | {"status": "cancelled"})

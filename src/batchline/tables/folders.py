@@ -212,7 +212,7 @@ def refuse_unwritable_folder(location: Location, source: Location) -> None:
     foreign = next((entry for entry in path.rglob("*") if entry.is_file() and not _is_ours(entry)), None)
     if foreign is not None:
         name = foreign.relative_to(path)
-        reason = f"it has files that are no table's, such as {str(name)!r}. Name a new folder."
+        reason = f"it has files that do not belong to a table, such as {str(name)!r}. Name a new folder."
         raise OutputUnwritable(location.text, reason)
 
 

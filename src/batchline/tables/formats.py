@@ -118,7 +118,7 @@ def _is_folder(location: Location) -> bool:
 def _unknown_name(location: Location, option: str, what: str) -> str:
     if location.kind == "stdio":
         return f"Standard {what} has no name that shows the table's format. Pass {option}, such as {option} csv."
-    slash = f" To write a folder, put a slash behind its name: {location.display}/." if what == "output" else ""
+    slash = f" To write a folder, put a slash after its name: {location.display}/." if what == "output" else ""
     return f"The name {location.display!r} does not show a table's format ({_KNOWN}). Pass {option}.{slash}"
 
 

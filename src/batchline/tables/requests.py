@@ -73,7 +73,7 @@ class RowPrompts:
         given = self.given_sources
         if len(given) != 1:
             which = "of these" if not given else f"of {' and '.join(given)}"
-            raise UsageError(f"To ask one request for each row, pass one {which}: {', '.join(SOURCES.values())}.")
+            raise UsageError(f"To send one request for each row, pass one {which}: {', '.join(SOURCES.values())}.")
         if self.is_embedding:
             for name in ("system", "schema", "max_tokens", "temperature", "seed"):
                 if getattr(self, name) is not None:

@@ -154,7 +154,7 @@ class TableInput:
 def _no_model(served: Sequence[str]) -> UsageError:
     hint = f" Served here: {', '.join(served)}." if served else ""
     return UsageError(
-        "Which model do the rows ask? Pass one --model, or name it in the requests: "
+        "Which model should answer the rows? Pass one --model, or name it in the requests: "
         f'--body \'{{"model": "NAME"}}\'.{hint}'
     )
 

@@ -188,7 +188,7 @@ class JsonLinesTable(Table):
         for block in self.blocks():
             if not names and block.values and block.values[0].keys() >= _BATCH_LINE:
                 raise UsageError(
-                    "It is a batch file: each line is a request already. Leave the options for the rows of a table out."
+                    "It is a batch file: each line already is a request. Leave out the options for tables."
                 )
             for value in block.values:
                 if not value.keys() <= names.keys():

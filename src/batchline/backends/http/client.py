@@ -311,7 +311,7 @@ def _connect_failure(exc: Exception, host: str) -> ConnectFailed:
                 f"has a TLS certificate that is not valid: {exc.verify_message} ({hint})", is_final=True
             )
         case ssl.SSLError():
-            return ConnectFailed("makes no TLS connection: it may only speak http://", is_final=True)
+            return ConnectFailed("does not accept TLS connections: it may only speak http://", is_final=True)
         case socket.gaierror() | UnicodeError():
             return ConnectFailed(f"has an unknown host, {host!r}")
         case OSError(errno=number) if number:

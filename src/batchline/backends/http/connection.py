@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
-            self._break(AnswerInvalid("changes to another protocol"))
+            self._break(AnswerInvalid("switches to another protocol"))
         except httptools.HttpParserError:
             self._break(AnswerInvalid("does not answer in valid HTTP"))
         framing = self._num_received - self._num_body
@@ -275,7 +275,7 @@ class Connection(asyncio.Protocol):
         answer, self._answer = self._answer, None
         if self._decompressor is not None and not self._decompressor.eof and self._num_body:
             self._answer = answer
-            self._break(AnswerInvalid("sends a compressed answer that is not whole"))
+            self._break(AnswerInvalid("sends a compressed answer that is incomplete"))
             return
         if self._events is not None:
             self._events.end(None)
@@ -303,7 +303,7 @@ class Connection(asyncio.Protocol):
         if encoding in ("gzip", "x-gzip", "deflate"):
             self._decompressor = zlib.decompressobj(47)  # finds out which of the two it is
         elif encoding not in ("identity", ""):
-            self._break(AnswerInvalid("compresses its answer in a way that was not requested"))
+            self._break(AnswerInvalid("uses a compression that was not requested"))
 
     def _decompressed(self, data: bytes) -> bytes:
         """What a part of a compressed body stands for, up to one byte over the limit."""

@@ -61,7 +61,7 @@ class InvalidReply(Exception):
 def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
     """The answer in a reply. url: the endpoint's path. Raises: InvalidReply."""
     if reply.status >= 600:
-        raise InvalidReply(f"answers with {reply.status}, which is no status of HTTP{_excerpt(reply)}")
+        raise InvalidReply(f"answers with {reply.status}, which is not an HTTP status{_excerpt(reply)}")
     if reply.status >= 400:
         return _error_answer(reply, url, request_id)
     if reply.status >= 300:

@@ -109,7 +109,7 @@ class ProcessConfig:
         """The model; a GGUF file must exist. Raises: UsageError."""
         name = self.model.model.model
         if self.kind is LLAMA_SERVER and not os.path.isfile(name):
-            raise UsageError(f"llama-server runs GGUF files, and {name!r} is no file: --model MODEL.gguf")
+            raise UsageError(f"llama-server runs GGUF files, and {name!r} is not a file: use --model MODEL.gguf")
         return name
 
 

@@ -54,8 +54,8 @@ def find_program(engine: Engine, python: str | None, command: Sequence[str]) -> 
             return Program((sys.executable, *engine.module), version, os.path.dirname(sys.executable), False)
     how = "--engine-python VENV/bin/python" if engine.packages else "--engine-command PATH"
     raise UsageError(
-        f"{engine.title} was not found, neither on the PATH nor in this environment. If it is installed, name it with "
-        f"{how}. To install it in an environment of its own: {engine.install}"
+        f"{engine.title} was found neither on the PATH nor in this environment. If it is installed, set its path with "
+        f"{how}. To install it in a separate environment: {engine.install}"
     )
 
 

@@ -38,12 +38,12 @@ _MAX_REASON = 300
 def replica_lost(exc: BaseException) -> ReplicaLost:
     """Why a replica can no longer be called."""
     if isinstance(exc, asyncio.TimeoutError):
-        return ReplicaLost("It has not answered for too long.")
+        return ReplicaLost("It has stopped answering.")
     if isinstance(exc, ray_exceptions.RayActorError):
         if exc.preempted or _NODE_DIED.search(str(exc)):
             return ReplicaLost("Its machine has left the cluster.", is_suspicious=False)
         if _KILLED_ON_PURPOSE in str(exc):
-            return ReplicaLost("Somebody ended its actor.", is_suspicious=False)
+            return ReplicaLost("Another program stopped its actor.", is_suspicious=False)
         if "low on memory" in str(exc):
             return ReplicaLost("Ray ended its process, because its machine ran short of memory.")
         if "worker process has died" in str(exc):

@@ -26,8 +26,8 @@ from batchline.openai_api.endpoint_table import error_body
 
 logger = logging.getLogger(__name__)
 
-GIVEN_UP = "Each replica that worked on this request ended"
-STREAM_BROKEN_OFF = "The replica that worked on this stream ended; send the request again"
+GIVEN_UP = "Every replica that worked on this request failed"
+STREAM_BROKEN_OFF = "The replica that worked on this stream failed; send the request again"
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
