@@ -136,7 +136,10 @@ ONE_OF = "--prompt-template, --prompt-column, --messages-column or --embed-colum
             "run-batch -i in.parquet -o out.parquet",
             f"'in.parquet' is a table. Set the request for each row with {ONE_OF}",
         ),
-        ("run-batch -i in.jsonl -o out.jsonl --max-tokens 3", f"--max-tokens requires a table: set the request for each row with {ONE_OF}"),
+        (
+            "run-batch -i in.jsonl -o out.jsonl --max-tokens 3",
+            f"--max-tokens requires a table: set the request for each row with {ONE_OF}",
+        ),
         ("run-batch -i in.parquet -o out.x --prompt-column text", "does not show a table's format"),
         ("run-batch -i - -o - --prompt-column text", "Pass --input-format, such as --input-format csv"),
         ("run-batch -i in.parquet -o - --prompt-column text", "Pass --output-format"),

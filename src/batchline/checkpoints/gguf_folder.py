@@ -195,8 +195,8 @@ def _write_tokenizer(folder: Path, metadata: Metadata) -> dict[str, Any]:
     split = values.get("pre_tokenizer_type", "default")
     if values["tokenizer_type"] == "gpt2" and split not in GGUF_PRE_TOKENIZER_SPLITS.keys() | KNOWN_SPLITS:
         logger.warning(
-            "the tokenizer in the GGUF file splits texts as %r, which Batchline does not know: the tokens may differ from "
-            "the original model's; set --tokenizer to the original model's folder",
+            "the tokenizer in the GGUF file splits texts as %r, which Batchline does not know: the tokens may differ "
+            "from the original model's; set --tokenizer to the original model's folder",
             split,
         )
     tokenizer, _ = convert_gguf_tokenizer(metadata["general.architecture"], values)

@@ -37,8 +37,10 @@ class EngineOptions:
     engine: Annotated[
         Literal["vllm", "sglang", "llama-server"] | None,
         typer.Option(
-            help="Engine of another project that runs the model instead of Batchline's own. It is started as a child "
-            "process, started again if it ends, and stopped with the command.",
+            help=(
+                "Run the model with another project's engine instead of Batchline's own. Batchline starts it as a "
+                "child process, restarts it if it ends, and stops it with the command."
+            ),
             rich_help_panel=_PANEL,
             show_default=False,
         ),
@@ -47,8 +49,10 @@ class EngineOptions:
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Python of the environment in which the engine is installed, e.g. VENV/bin/python. Default: the "
-            "engine on the PATH, or the one in Batchline's own environment.",
+            help=(
+                "Python of the environment where the engine is installed, e.g. VENV/bin/python. Default: the engine "
+                "on the PATH, or in Batchline's own environment."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -64,7 +68,7 @@ class EngineOptions:
         list[str],
         typer.Option(
             metavar="NAME=VALUE",
-            help="Argument of the engine, passed on as it is; for a flag, --engine-arg=--flag. Repeatable.",
+            help="Argument for the engine, passed on unchanged; for a flag, --engine-arg=--flag. Repeatable.",
             rich_help_panel=_PANEL,
         ),
     ] = dataclasses.field(default_factory=list)
@@ -81,19 +85,21 @@ class EngineOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Number of GPUs that one process of the engine divides the model among. Default: all that it may use.",
+            help=(
+                "Number of GPUs that one process of the engine divides the model among. Default: all available GPUs."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = None
     engine_start_timeout: Annotated[
         float,
-        typer.Option(min=1.0, help="Seconds until the engine must be ready.", rich_help_panel=_PANEL),
+        typer.Option(min=1.0, help="Seconds within which the engine must be ready.", rich_help_panel=_PANEL),
     ] = 1800.0
     engine_hang_timeout: Annotated[
         float,
         typer.Option(
             min=1.0,
-            help="Seconds without any answer after which an engine that is not healthy either is started again.",
+            help="Restart the engine if it answers nothing for this many seconds and its health check fails.",
             rich_help_panel=_PANEL,
         ),
     ] = 600.0

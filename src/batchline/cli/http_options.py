@@ -72,8 +72,10 @@ class HttpOptions:
         typer.Option(
             min=0,
             max=100,
-            help="How often a request is sent again after a failure that may be its own fault: HTTP 500 or 502, a "
-            "time-out, a broken connection. Refusals of an overloaded server (429, 503) do not count.",
+            help=(
+                "How often a request is sent again after a failure that the request may have caused: HTTP 500 or "
+                "502, a timeout, a broken connection. Refusals by an overloaded server (429, 503) do not count."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = DEFAULT_MAX_RETRIES
@@ -82,8 +84,8 @@ class HttpOptions:
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="How long a run waits while no server, or no replica of --ray, can answer, before it ends and can be "
-            f"resumed. Default: {DEFAULT_PATIENCE_S:g}, but none at the start of --base-url.",
+            help="How long a run waits if no server, or no replica of --ray, can answer. Then it ends, and can be "
+            f"resumed. Default: {DEFAULT_PATIENCE_S:g}; with --base-url, 0 until a server has been reached.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -96,8 +98,10 @@ class HttpOptions:
         typer.Option(
             metavar="FILE",
             dir_okay=False,
-            help="YAML or JSON file with the dollars per million tokens of each model: input, cached_input, output. "
-            "The summary then shows the cost.",
+            help=(
+                "YAML or JSON file with the prices of each model (input, cached_input, output) in dollars per "
+                "million tokens. The summary then shows the cost."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -106,7 +110,7 @@ class HttpOptions:
         typer.Option(
             min=0,
             metavar="USD",
-            help="Stop the run before its answers cost more, by the table in --prices. The run can be resumed.",
+            help="Stop the run before its answers cost more than this, according to --prices. You can resume it.",
             rich_help_panel=_PANEL,
         ),
     ] = None

@@ -90,7 +90,7 @@ app.command("make-requests", cls=CheckedCommand, short_help="Write the requests 
 app.command("serve", cls=ModelCommand)(serve)
 app.command("check", cls=CheckedCommand)(check)
 app.command("plan", cls=CheckedCommand, short_help="Show the tokens, time and memory a run would take.")(plan)
-app.command("status", cls=CheckedCommand, short_help="Show the runs of this machine and how far they are.")(status)
+app.command("status", cls=CheckedCommand, short_help="Show the runs on this machine and their progress.")(status)
 app.command("split", cls=CheckedCommand)(split)
 app.command("merge", cls=CheckedCommand)(merge)
 app.command("upload", cls=CheckedCommand)(upload)

@@ -26,7 +26,11 @@ def make_requests(
     ],
     model: Annotated[
         str | None,
-        typer.Option(help="Model that the requests name. Without it they name none: a run with one model serves them."),
+        typer.Option(
+            help=(
+                "Model that the requests name. Without it, they name no model, and a run with one model answers them."
+            )
+        ),
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Seed of every request.")] = None,
 ) -> None:

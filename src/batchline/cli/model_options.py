@@ -215,8 +215,10 @@ class ModelOptions:
             "--gpu-memory-utilization",
             min=0.01,
             max=1.0,
-            help="Share of the free memory that the KV cache may use (on a CPU, of half of it), if "
-            "--kv-cache-memory-bytes is not set.",
+            help=(
+                "Share of the free memory (on a CPU, of half of it) for the KV cache, unless "
+                "--kv-cache-memory-bytes is set."
+            ),
             rich_help_panel=_ENGINE,
         ),
     ] = _CACHE.memory_utilization
@@ -226,8 +228,10 @@ class ModelOptions:
     speculation: Annotated[
         Speculation,
         typer.Option(
-            help="Speculative decoding on a CPU: guess the next tokens from earlier ones, where the run's own "
-            "measurements show that it pays (auto), always, or never (off). Answers do not change in float32.",
+            help=(
+                "Speculative decoding on a CPU: guess the next tokens from earlier ones if the run's own "
+                "measurements show that it pays (auto), always, or never (off). In float32, answers do not change."
+            ),
             rich_help_panel=_ENGINE,
         ),
     ] = _SPECULATION.mode
@@ -252,8 +256,8 @@ class ModelOptions:
         int | None,
         typer.Option(
             min=1,
-            help="How many of a sequence's last tokens must have occurred before, so that those that followed are "
-            f"guessed. Default: {_SPECULATION.prompt_lookup_min}, or the maximum if that is smaller.",
+            help="Guess only if at least this many of a sequence's last tokens have occurred before, in the same "
+            f"order. Default: {_SPECULATION.prompt_lookup_min}, or the maximum if that is smaller.",
             rich_help_panel=_ENGINE,
         ),
     ] = None
@@ -261,7 +265,7 @@ class ModelOptions:
         int | None,
         typer.Option(
             min=1,
-            help="How many last tokens are compared at most, to find the best guess. Default: "
+            help="Compare at most this many of the last tokens to find the best guess. Default: "
             f"{_SPECULATION.prompt_lookup_max}, or the minimum if that is larger.",
             rich_help_panel=_ENGINE,
         ),

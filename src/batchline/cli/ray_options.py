@@ -40,8 +40,11 @@ class RayOptions:
         str | None,
         typer.Option(
             metavar="[ADDRESS]",
-            help="Run replicas of the model on a Ray cluster. ADDRESS: host:port of its head. Without it: the cluster "
-            "of RAY_ADDRESS or of this machine, or else a new one on this machine for this run.",
+            help=(
+                "Run replicas of the model on a Ray cluster. ADDRESS: host:port of its head, or local for a new "
+                "cluster on this machine. Default: the cluster of RAY_ADDRESS or of this machine, or else a new "
+                "one."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -49,7 +52,7 @@ class RayOptions:
         str,
         typer.Option(
             metavar="N|MIN:MAX",
-            help="Number of replicas, or its bounds: more are started while requests wait and the cluster has room.",
+            help="Number of replicas, or bounds: the run starts more while requests wait and the cluster has room.",
             rich_help_panel=_PANEL,
         ),
     ] = "1"

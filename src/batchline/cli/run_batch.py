@@ -53,8 +53,8 @@ def run_batch(
     log_format: LogFormatOption = "text",
     quiet: QuietOption = False,
 ) -> None:
-    """Run every request of a batch file, or one for each row of a table, and write the results. Run it again to
-    resume."""
+    """Run every request of a batch file, or one for each row of a table, and write the results. Run the same
+    command again to resume."""
     configure(log_format, quiet=quiet)
     if not enable_metrics and any(_is_given(context, name) for name in ("host", "port")):
         log("--host and --port have no effect without --enable-metrics.", "warning")

@@ -58,8 +58,10 @@ class RunFileOptions:
         bool | None,
         typer.Option(
             "--overwrite/--no-overwrite",
-            help="Compute a finished run again, or refuse to replace the output of another run. "
-            "Default: skip a finished run, replace the output of another; a folder only if its files are a run's.",
+            help=(
+                "Compute a finished run again, or refuse to replace the output of another run. Default: skip a "
+                "finished run, and replace the output of another (a folder only if a run wrote its files)."
+            ),
         ),
     ] = None
     state_dir: Annotated[

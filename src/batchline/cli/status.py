@@ -57,8 +57,8 @@ def status(
     runs = read()
     if output is not None and not runs:
         raise UsageError(
-            f"There is no record of a run that writes {output!r}. `batchline status` lists all runs. If the run had another "
-            "--state-dir, add this option."
+            f"There is no record of a run that writes {output!r}. `batchline status` lists all runs. If the run had "
+            "another --state-dir, add this option."
         )
     if watch:
         with suppress(KeyboardInterrupt):

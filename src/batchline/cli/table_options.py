@@ -35,39 +35,46 @@ class RowOptions:
         str | None,
         typer.Option(
             metavar="FILE",
-            help="Ask one request for each row of the input, a table: the prompt's Jinja template (a file, or the "
-            "template itself), whose variables are the columns.",
+            help=(
+                "Send one request for each row of the input, a table: Jinja template of the prompt (a file, or the "
+                "template itself). Its variables are the columns."
+            ),
             rich_help_panel=_PANEL,
         ),
     ] = None
     prompt_column: Annotated[
-        str | None, typer.Option(metavar="NAME", help="The same, with a column's text.", rich_help_panel=_PANEL)
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The same, with the text of this column as the prompt.", rich_help_panel=_PANEL
+        ),
     ] = None
     messages_column: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
-            help="The same, with a column of chat messages: a list of structs, or JSON.",
+            help="The same, with the chat messages in this column: a list of structs, or JSON.",
             rich_help_panel=_PANEL,
         ),
     ] = None
     embed_column: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Compute the embedding of a column's text for each row.", rich_help_panel=_PANEL
+            metavar="NAME",
+            help="The same, but compute the embedding of the text in this column.",
+            rich_help_panel=_PANEL,
         ),
     ] = None
     system: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="System message of every row's request; a template, too.", rich_help_panel=_PANEL
+            metavar="TEXT", help="System message of every row's request; also a template.", rich_help_panel=_PANEL
         ),
     ] = None
     schema: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="JSON Schema of the answers, an object: its properties become typed columns.",
+            help="File with a JSON Schema for the answers, an object: its properties become typed columns.",
             rich_help_panel=_PANEL,
         ),
     ] = None
@@ -88,7 +95,7 @@ class RowOptions:
     ] = None
     input_format: Annotated[
         Format | None,
-        typer.Option(help="Format of the table. Default: what its name shows.", rich_help_panel=_PANEL),
+        typer.Option(help="Format of the table. Default: according to its name.", rich_help_panel=_PANEL),
     ] = None
 
     @property
@@ -136,13 +143,11 @@ class TableRunOptions(RowOptions):
     ] = None
     column_prefix: Annotated[
         str,
-        typer.Option(
-            metavar="TEXT", help="Put before the names of all columns that are added.", rich_help_panel=_PANEL
-        ),
+        typer.Option(metavar="TEXT", help="Prefix for the names of all added columns.", rich_help_panel=_PANEL),
     ] = ""
     output_format: Annotated[
         Format | None,
-        typer.Option(help="Format of the output. Default: what its name shows.", rich_help_panel=_PANEL),
+        typer.Option(help="Format of the output. Default: according to its name.", rich_help_panel=_PANEL),
     ] = None
     parquet_compression: Annotated[
         Compression, typer.Option(help="Compression of Parquet output.", rich_help_panel=_PANEL)

@@ -81,7 +81,9 @@ class Webhooks:
         if not is_webhook_secret(webhook.secret):
             raise BadRequest(f"webhook.secret: it must be {SECRET_FORM}", param="webhook.secret")
         if self._rules.fetches_nothing:
-            raise BadRequest("webhook: this server does not call URLs from requests (--allowed-media-domains none)", param="webhook")
+            raise BadRequest(
+                "webhook: this server does not call URLs from requests (--allowed-media-domains none)", param="webhook"
+            )
         try:
             self._rules.checked_url(webhook.url)
         except BadRequest as exc:
