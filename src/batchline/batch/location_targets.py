@@ -247,7 +247,7 @@ def _refuse_lost_tail(fd: int) -> None:
         if not int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, bytes(4)), sys.byteorder):
             return
         if poll.poll(10):
-            raise BrokenPipeError(errno.EPIPE, "its reader has left before it had read everything")
+            raise BrokenPipeError(errno.EPIPE, "the program that reads it stopped before it had read everything")
 
 
 def _file_stamp(path: Path) -> Stamp | None:

@@ -96,5 +96,5 @@ def _put_through_fsspec(path: Path, location: Location) -> str | None:
 def _missing_client(location: Location) -> str:
     extra = _EXTRAS.get(location.scheme)
     if extra is None:
-        return f"Cannot use {location.display!r}: no installed package serves {location.scheme}:// locations."
+        return f"Cannot use {location.display!r}: no installed package supports {location.scheme}:// URLs."
     return f"{location.scheme}:// locations need the {extra!r} extra: pip install 'batchline[{extra}]'"
