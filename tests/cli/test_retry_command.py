@@ -107,7 +107,7 @@ def test_a_retry_of_lines_that_fail_again_says_so(
     [
         ((), "No such file"),
         (("--only", "500,,"), "--only takes codes separated by commas"),
-        (("--only", "500,5xx,50"), "--only: 50 is not the status of a failed request."),
+        (("--only", "500,5xx,50"), "--only: 50 is not the status of a failed request;"),
         (("--overwrite",), "--overwrite is an option of batchline run-batch"),
     ],
 )

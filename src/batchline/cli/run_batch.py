@@ -100,9 +100,7 @@ def retry(
         raise UsageError(f"--only takes codes separated by commas, such as 500,503, not {only!r}.")
     for code in codes:
         if code.isdecimal() and (len(code) != 3 or code[0] not in "345"):
-            raise UsageError(
-                f"--only: {code} is not the status of a failed request. Use HTTP statuses from 300 to 599."
-            )
+            raise UsageError(f"--only: {code} is not the status of a failed request; use HTTP statuses 300 to 599.")
     refuse_table(run_file.input_file)
     files, options, backend = answering.prepared(context, run_file)
     refuse_unreadable_results(files)
