@@ -303,8 +303,8 @@ async def test_an_engine_that_ignores_sigterm_is_killed(switch: Switch, monkeypa
     record = switch(ignores_sigterm=True, grandchildren=1)
     backend = fake_backend()
     await backend.start()
-    for place in backend._balancer.members:
-        assert place.replica.current is not None
+    for member in backend._balancer.members:
+        assert member.current is not None
     os.kill(starts(record)[0]["pid"], signal.SIGSTOP)
     await backend.close()
     assert not processes_of(record)
@@ -314,7 +314,7 @@ async def test_a_guardian_that_is_killed_takes_the_engine_with_it(switch: Switch
     record = switch(grandchildren=2)
     backend = fake_backend()
     async with running(backend):
-        replica = backend._balancer.members[0].replica
+        replica = backend._balancer.members[0]
         assert replica.current is not None
         child = replica.current.child
         assert child._guardian is not None

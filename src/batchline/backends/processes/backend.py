@@ -31,7 +31,7 @@ from batchline.backends.base import (
 )
 from batchline.backends.http.replies import usage_counts
 from batchline.backends.identity import result_settings
-from batchline.backends.processes.attempts import Attempts, Place
+from batchline.backends.processes.attempts import Attempts
 from batchline.backends.processes.config import ProcessConfig, refuse_here
 from batchline.backends.processes.life import Life, begin_life
 from batchline.backends.processes.replica import Replica
@@ -63,7 +63,7 @@ class ProcessBackend:
         config.check()
         self._config = config
         self._folder: Path | None = None
-        self._balancer: Balancer[Place] = Balancer()
+        self._balancer: Balancer[Replica] = Balancer()
         self._is_closed = False
         self._tokens = (0, 0, 0)
 
@@ -74,10 +74,10 @@ class ProcessBackend:
         for number in range(self._config.num_replicas):
             begin = partial(begin_life, self._config, number, self._folder)
             name = title if self._config.num_replicas == 1 else f"{title} {number + 1}"
-            self._balancer.add(Place(name, Replica(name, begin), self._limit))
+            self._balancer.add(Replica(name, begin, self._limit))
         logger.info("starting %s; its log is in %s", f"{title} {self._config.found.version}".strip(), self._folder)
         raise_file_limit(self.concurrency() + OTHER_FILES)
-        started = [asyncio.create_task(place.replica.start()) for place in self._balancer.members]
+        started = [asyncio.create_task(replica.start()) for replica in self._balancer.members]
         try:
             await asyncio.gather(*started)
         finally:
@@ -141,8 +141,8 @@ class ProcessBackend:
     async def close(self) -> None:
         """End all processes. Idempotent."""
         self._is_closed = True
-        has_failed = any(place.replica.is_refused for place in self._balancer.members)
-        await asyncio.gather(*(place.replica.close() for place in self._balancer.members))
+        has_failed = any(replica.is_refused for replica in self._balancer.members)
+        await asyncio.gather(*(replica.close() for replica in self._balancer.members))
         folder, self._folder = self._folder, None
         if folder is not None and not has_failed:  # otherwise a message has named the log
             await asyncio.to_thread(_remove_logs, folder, self._config.engine)
@@ -169,7 +169,7 @@ class ProcessBackend:
     @property
     def _all_refused(self) -> bool:
         members = self._balancer.members
-        return bool(members) and all(place.replica.is_refused for place in members)
+        return bool(members) and all(replica.is_refused for replica in members)
 
     def _identity(self, on_read: OnRead | None) -> Mapping[str, str]:
         config = self._config
@@ -179,7 +179,7 @@ class ProcessBackend:
 
     def _model(self) -> ServedModel:
         model = self._config.model.model
-        lives = [place.replica.current for place in self._balancer.members]
+        lives = [replica.current for replica in self._balancer.members]
         life = next((life for life in lives if life is not None), None)
         name, *aliases = model.names
         return ServedModel(

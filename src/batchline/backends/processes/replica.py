@@ -1,7 +1,7 @@
 """One engine process that is started again when it ends, with growing pauses, until that is pointless.
 
-Knows nothing about requests. It counts the ends that no good answer came between: an engine that only ends is given up
-for a while, and so is one that cannot be started again.
+As a member of a pool, it knows how many requests it has, and nothing else about them. It counts the ends that no good
+answer came between: an engine that only ends is given up for a while, and so is one that cannot be started again.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
+from batchline.backends.balancing import Member
 from batchline.backends.processes.life import Life
 from batchline.errors import BatchlineError, EngineLost, ModelLoadError
 
@@ -34,11 +35,12 @@ REFUSAL_S = 60.0
 """How long after it was given up an engine is started again. A run has ended by then; a server goes on."""
 
 
-class Replica:
-    """An engine process and its successors. begin: starts one, and waits until it is ready."""
+class Replica(Member):
+    """An engine process and its successors."""
 
-    def __init__(self, title: str, begin: Callable[[], Awaitable[Life]]) -> None:
-        self._title = title
+    def __init__(self, name: str, begin: Callable[[], Awaitable[Life]], limit: int = 1) -> None:
+        """begin: starts a process, and waits until it is ready. limit: of requests in flight."""
+        super().__init__(name, limit)
         self._begin = begin
         self._life: Life | None = None
         self._refusal: BatchlineError | None = None
@@ -98,7 +100,7 @@ class Replica:
         try:
             await self._keep()
         except Exception as exc:
-            logger.exception("%s is no longer kept running", self._title)
+            logger.exception("%s is no longer kept running", self.name)
             self._refuse(EngineLost(f"it is no longer kept running: {type(exc).__name__}: {exc}"))
 
     async def _keep(self) -> None:
@@ -134,12 +136,12 @@ class Replica:
                 exc.ran_before = self._has_run
                 error: BatchlineError = exc
             except Exception as exc:  # a fault of ours: it must not leave requests waiting
-                logger.exception("a start of %s failed", self._title)
+                logger.exception("a start of %s failed", self.name)
                 error = EngineLost(f"it could not be started: {type(exc).__name__}: {exc}")
             if self._closed.is_set():
                 return None
             if self._has_run:
-                logger.warning("%s could not be started again: %s", self._title, error)
+                logger.warning("%s could not be started again: %s", self.name, error)
         self._refuse(error)
         return None
 
@@ -147,12 +149,12 @@ class Replica:
         self._num_fruitless += 1
         if self._num_fruitless >= MAX_FRUITLESS_ENDS or self._num_culprits >= MAX_CULPRITS:
             self._num_fruitless = self._num_culprits = 0
-            often = f"{self._title} {reason}, again and again without a good answer in between"
+            often = f"{self.name} {reason}, again and again without a good answer in between"
             self._refuse(EngineLost(f"{often}; its log is {log}"))
             await asyncio.sleep(REFUSAL_S)
             return
         delay_s = RESTART_DELAYS_S[min(max(self._num_fruitless - 1, 0), len(RESTART_DELAYS_S) - 1)]
-        logger.warning("%s %s; it is started again", self._title, reason)
+        logger.warning("%s %s; it is started again", self.name, reason)
         await asyncio.sleep(delay_s)
 
     def _refuse(self, error: BatchlineError) -> None:
