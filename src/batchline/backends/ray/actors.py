@@ -48,8 +48,8 @@ MakeBackend = Callable[[Mapping[str, str]], Backend]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where an actor runs. node_id: Ray's."""
+class ActorProcess:
+    """The process of an actor, and its machine. node_id: Ray's."""
 
     node_id: str
     host: str
@@ -64,16 +64,16 @@ class ReplicaActor:
 
     def __init__(self) -> None:
         self._host: BackendHost | None = None
-        self._place = Place(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
+        self._process = ActorProcess(ray.get_runtime_context().get_node_id(), platform.node(), os.getpid())
 
-    async def place(self) -> Place:
+    async def process(self) -> ActorProcess:
         """Where it runs."""
-        return self._place
+        return self._process
 
     async def start(self, make_backend: MakeBackend, paths: Mapping[str, str]) -> Description | PackedError:
         """Make and start the backend."""
         try:
-            host = BackendHost(make_backend(paths), str(self._place))
+            host = BackendHost(make_backend(paths), str(self._process))
             description = await host.start()
         except BatchlineError as exc:
             logger.exception("the backend cannot be started")
@@ -202,16 +202,16 @@ class ActorLauncher:
         )
 
     async def _started(self, actor: Any, note: Callable[[str], None]) -> Description:
-        place = await self._placed(actor, note)
-        paths = await self._shipping.paths_on(place.node_id)
+        process = await self._placed(actor, note)
+        paths = await self._shipping.paths_on(process.node_id)
         description = await _called(actor, "start", self._make_backend, paths)
         if isinstance(description, PackedError):
             raise unpacked(description)
         assert isinstance(description, Description)
         return description
 
-    async def _placed(self, actor: Any, note: Callable[[str], None]) -> Place:
-        placing = asyncio.ensure_future(_called(actor, "place"))
+    async def _placed(self, actor: Any, note: Callable[[str], None]) -> ActorProcess:
+        placing = asyncio.ensure_future(_called(actor, "process"))
         try:
             for num_checks in itertools.count(1):
                 if (await asyncio.wait({placing}, timeout=PLACING_S))[0]:
@@ -221,11 +221,11 @@ class ActorLauncher:
                     self._demand, self._num_actors if is_certain else sys.maxsize
                 ):
                     note(missing)
-            place = placing.result()
+            process = placing.result()
         finally:
             placing.cancel()
-        assert isinstance(place, Place)
-        return place
+        assert isinstance(process, ActorProcess)
+        return process
 
 
 async def _called(actor: Any, method: str, *arguments: Any) -> Any:
