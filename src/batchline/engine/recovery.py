@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sequence import Sequence
 
-MIN_PATIENCE = 8
-MAX_PATIENCE = 512
+MIN_GOOD_STEPS = 8
+MAX_GOOD_STEPS = 512
 """After this many good steps of more than half the limit, the limit doubles. The number itself doubles each time that
 the larger limit proves too high."""
 
@@ -28,7 +28,7 @@ class StepSize:
     def reset(self) -> None:
         """Set the limit to its maximum."""
         self.limit = self._max_num_tokens
-        self._patience = MIN_PATIENCE
+        self._num_needed = MIN_GOOD_STEPS
         self._num_good = 0
         self._has_grown = False
 
@@ -37,7 +37,7 @@ class StepSize:
         self.limit = max(1, min(self.limit, num_tokens) // 2)
         self._num_good = 0
         if self._has_grown:
-            self._patience = min(2 * self._patience, MAX_PATIENCE)
+            self._num_needed = min(2 * self._num_needed, MAX_GOOD_STEPS)
             self._has_grown = False
 
     def note_good_step(self, num_tokens: int) -> None:
@@ -47,7 +47,7 @@ class StepSize:
         if 2 * num_tokens <= self.limit:
             return
         self._num_good += 1
-        if self._num_good < self._patience:
+        if self._num_good < self._num_needed:
             return
         self._num_good = 0
         if self.limit == self._max_num_tokens:
