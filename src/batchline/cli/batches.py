@@ -186,8 +186,7 @@ def _print_batch(options: ServiceOptions, batch: BatchObject) -> None:
 
 def _watch(options: ServiceOptions, batch_id: str) -> None:
     """Show a batch's progress until it is over, and then what became of it. Raises: typer.Exit."""
-    from batchline.cli.terminal import open_reporter  # numpy: not for --help
-    from batchline.client.progress import BatchProgress
+    from batchline.cli.terminal import BatchProgress, open_reporter  # numpy: not for --help
     from batchline.client.service import PATIENT
 
     async def follow(service: Service) -> BatchObject:

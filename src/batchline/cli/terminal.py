@@ -1,4 +1,5 @@
-"""Shows a run: as a live bar on a terminal, as a line every few seconds anywhere else."""
+"""Shows a run: as a live bar on a terminal, as a line every few seconds anywhere else. A batch at a service is shown in
+the same way (`BatchProgress`)."""
 
 from __future__ import annotations
 
@@ -11,12 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from batchline.batch.progress import Progress
+from batchline.backends.base import BackendStats
+from batchline.batch.progress import Progress, Reporter, Tally
 from batchline.cli.messages import beside, is_plain_text, log, log_handler
 from batchline.cli.progress_text import progress_text
 
 if TYPE_CHECKING:
     from batchline.cli.live_bar import LiveBar
+    from batchline.client.objects import BatchObject
 
 LINE_INTERVAL_S = 5.0
 
@@ -82,3 +85,31 @@ def _fields(progress: Progress) -> dict[str, Any]:
     """The numbers, for JSON."""
     names = (field.name for field in dataclasses.fields(progress))
     return {name: getattr(progress, name) for name in names if name not in ("models", "distributions")}
+
+
+class BatchProgress:
+    """Shows a batch through the reporter of a run."""
+
+    def __init__(self, reporter: Reporter) -> None:
+        self._reporter = reporter
+        self._status = ""
+        self._tally: Tally | None = None
+
+    def look(self, batch: BatchObject) -> None:
+        """Show a state of the batch."""
+        counts = batch.counts
+        if batch.status != self._status:
+            self._status = batch.status
+            self._reporter.phase(f"{batch.id}: {batch.status}")
+        if not counts.total:
+            return
+        if self._tally is None:
+            self._tally = Tally(counts.total)
+        self._tally.total = counts.total
+        self._tally.done = min(counts.total, counts.completed + counts.failed)
+        self._tally.failed = counts.failed
+        usage = batch.usage or {}
+        tokens = [
+            number if isinstance(number := usage.get(name), int) else 0 for name in ("input_tokens", "output_tokens")
+        ]
+        self._reporter.progress(self._tally.snapshot(BackendStats(prompt_tokens=tokens[0], output_tokens=tokens[1])))
