@@ -1,9 +1,8 @@
 """The thread of a pooling model.
 
 The sequences of all callers wait in one queue, so that concurrent requests share batches; those of a large request
-enter it bit by bit. Only the thread touches torch
-(through `run_batch`). An event loop gets all rows of a request at once, after the last one is computed. Cancelling a
-call drops its waiting sequences.
+enter it bit by bit. Only the thread touches torch (through `run_batch`). An event loop gets all rows of a request at
+once, after the last one is computed. Cancelling a call drops its waiting sequences.
 
 A batch that fails runs again in halves until the sequence at fault is found. Its call fails; all others get their rows.
 Batches that do not fit in memory are made smaller, and grow again after successful batches. The thread ends only if the

@@ -1,4 +1,4 @@
-"""The outermost layers of the application, and the only place that turns errors into HTTP responses.
+"""The outermost layers of the application, and the only place that turns errors into responses of the API.
 
 `PlainPath` gives each path one form, so that all other layers (keys, admission, routes, metrics) see the same path.
 `RequestBoundary` sets a request's id, counts it in the metrics, limits its body, and answers any exception inside. Only
