@@ -62,6 +62,34 @@ def test_a_limit_that_settled_too_low_grows_as_fast_as_at_first() -> None:
     assert limit.limit >= 1024
 
 
+@pytest.mark.parametrize(("before", "after", "latency_s"), [(64, 512, 0.4), (32, 256, 10.0), (8, 16, 5.0)])
+def test_a_server_that_becomes_faster_gets_more_within_a_few_windows(before: int, after: int, latency_s: float) -> None:
+    """A settled limit was raised only 16 windows later: after minutes, where an answer takes ten seconds."""
+    limit = AdaptiveLimit(2048, FIRST)
+    now = driven(limit, before, 300 * latency_s, latency_s=latency_s)
+    window_s = 4 * limit.limit * latency_s / before
+    for _ in range(7):
+        now = driven(limit, after, window_s, latency_s=latency_s, now=now)
+        if limit.limit >= after:
+            return
+    raise AssertionError(f"the limit is {limit.limit}")
+
+
+def test_a_higher_throughput_at_a_settled_limit_is_followed_by_a_trial_at_once() -> None:
+    limit = AdaptiveLimit(2048, FIRST)
+    now = driven(limit, 64, 200)
+    settled = limit.limit
+    while limit.limit != settled or not limit._num_windows_to_trial:  # a trial has just failed
+        now = driven(limit, 64, 0.1, now=now)
+        settled = min(settled, limit.limit)
+    for _ in range(2 * 4 * settled):
+        now += 0.5 / settled
+        limit.on_answer(now, limit.limit - 1)
+        if limit.limit > settled:
+            return
+    raise AssertionError("no trial in two windows")
+
+
 def test_a_small_server_is_not_flooded() -> None:
     limit = AdaptiveLimit(2048, FIRST)
     driven(limit, 1, 600)

@@ -1,7 +1,8 @@
 """How many requests one server should have in flight, found out while a run goes on.
 
 Pure logic, without a clock of its own. The limit doubles while that raises the throughput, and returns to what was
-enough when it does not. After that, it tries a higher limit now and then. When the server is overloaded (429, 503, a
+enough when it does not. After that, it tries a higher limit now and then, and at once when the server has become
+faster. When the server is overloaded (429, 503, a
 time-out), the limit is lowered by a third, at most once for the requests that were in flight together.
 
 Throughput is compared between windows: the time in which as many requests end as the limit allows in flight, or a few
@@ -11,12 +12,19 @@ times as many once the limit has settled. A window only counts if the limit was 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import sqrt
 
 MIN_WINDOW_S = 0.2
 """The shortest window, so that the throughput of fast answers is not a matter of chance."""
 
 MIN_GAIN = 1.08
 """A higher limit is kept if it raises the throughput at least by this factor."""
+
+CHANGE = 1.25
+NOISE = 2.0
+"""If the throughput at a settled limit rises by the factor `CHANGE`, the server has become faster: others have less
+work for it, or it has more machines. Then a higher limit is tried at once. In a small window it must rise by more,
+because answers differ in length: by `NOISE` divided by the square root of the number of answers."""
 
 CLEAR_GAIN = 1.5
 """A trial that gains so much shows that the limit settled too low: it grows in short windows again."""
@@ -29,7 +37,7 @@ DECREASE = 0.7
 RECOVERY = 1.1
 """The growth per window after an overload."""
 
-MAX_WINDOWS_BETWEEN_TRIALS = 16
+MAX_WINDOWS_BETWEEN_TRIALS = 4
 """After the first trial that was not worth it, the next one follows soon: a moment in which other work slowed
 everything down must not decide for long. Then the pauses between trials double up to this many windows."""
 
@@ -51,6 +59,9 @@ class AdaptiveLimit:
     _num_ended: int = 0
     _before_trial: tuple[int, float] | None = None
     """The limit before the one on trial, and its throughput."""
+
+    _settled_at: float | None = None
+    """The throughput at the settled limit when a higher one was last tried in vain."""
 
     _num_windows_to_trial: int = 0
     _pause: int = 1
@@ -83,7 +94,7 @@ class AdaptiveLimit:
             self._num_to_ignore -= 1
             return
         self._num_to_ignore = num_in_flight
-        self._before_trial = None
+        self._before_trial = self._settled_at = None
         self._is_recovering = self._is_settled = True
         self._num_windows_to_trial = WINDOWS_OF_RECOVERY
         self._set(int(min(self.limit, num_in_flight + 1) * DECREASE))
@@ -92,7 +103,7 @@ class AdaptiveLimit:
     def restart(self) -> None:
         """The server answered nothing for a while, and answers again: find out anew what it can do."""
         self._set(self.first)
-        self._window_began_at = self._before_trial = None
+        self._window_began_at = self._before_trial = self._settled_at = None
         self._num_to_ignore = self._num_windows_to_trial = 0
         self._pause = 1
         self._is_recovering = self._is_settled = False
@@ -116,9 +127,12 @@ class AdaptiveLimit:
             else:
                 self._set(limit_before if self._is_settled else int(limit_before * SETTLED_SHARE))
                 self._is_settled = True
+                self._settled_at = throughput_before
                 self._num_windows_to_trial = self._pause
                 self._pause = min(2 * self._pause, MAX_WINDOWS_BETWEEN_TRIALS)
                 return
+        if self._settled_at is not None and throughput >= self._settled_at * self._clear_change():
+            self._num_windows_to_trial, self._pause = 0, 1
         if self._num_windows_to_trial > 0:
             self._num_windows_to_trial -= 1
             if self._is_recovering:
@@ -128,6 +142,10 @@ class AdaptiveLimit:
         if self.limit < self.maximum:
             self._before_trial = self.limit, throughput
             self._set(self.limit * 2)
+
+    def _clear_change(self) -> float:
+        """The factor by which the window's throughput must have risen to be more than chance."""
+        return max(CHANGE, 1 + NOISE / sqrt(self._num_ended))
 
     def _set(self, limit: int) -> None:
         self.limit = max(1, min(limit, self.maximum))
