@@ -104,6 +104,10 @@ class LocalLauncher:
         """Always."""
         return 1
 
+    async def missing(self) -> str:
+        """Nothing."""
+        return ""
+
 
 def write_lines(path: Path, num_lines: int) -> int:
     """Requests in groups with shared prefixes, shuffled. Returns how many groups there are."""

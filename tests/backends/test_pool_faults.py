@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 
 from batchline.backends.base import EndpointRequest
 from batchline.backends.ray import shipping
@@ -62,6 +63,9 @@ class FaultyLauncher:
     async def room(self) -> int:
         raise self.fault
 
+    async def missing(self) -> str:
+        return ""
+
 
 async def test_requests_fail_when_the_replicas_can_no_longer_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "TICK_S", 0.01)
@@ -93,9 +97,13 @@ async def test_what_ray_raises_when_an_actor_is_created_or_room_is_asked_for_is_
     launcher = ActorLauncher(lambda paths: FakeBackend(), RayConfig(), [])
     monkeypatch.setattr("ray.remote", fail)
     monkeypatch.setattr("batchline.backends.ray.cluster.available_resources_per_node", fail)
+    monkeypatch.setattr("batchline.backends.ray.cluster._num_queued", fail)
+    was_connected = ray.is_initialized()
     with pytest.raises(ReplicaNotStarted, match="the raylet is away"):
         await launcher.launch(1, lambda text: None)
     assert await launcher.room() == 0
+    assert await launcher.missing() == ""
+    assert ray.is_initialized() == was_connected, "ending an actor that does not exist started a cluster"
     await launcher.close()
 
 

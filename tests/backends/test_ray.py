@@ -21,14 +21,16 @@ from typing import Any
 import engine_backends
 import psutil
 import pytest
+import ray
 from ray import cloudpickle
 from ray import exceptions as ray_exceptions
 from ray._private import worker as ray_worker
 
 from batchline import backends, run_batch
 from batchline.backends.base import EndpointRequest, running
+from batchline.backends.ray import actors
 from batchline.backends.ray.backend import RayBackend, on_engines, replicated
-from batchline.backends.ray.cluster import RayCluster, _times
+from batchline.backends.ray.cluster import Demand, RayCluster, _times
 from batchline.backends.ray.config import RayConfig
 from batchline.backends.ray.failures import not_connected, not_started, replica_lost
 from batchline.backends.ray.guard import MARK, Guard, marked_processes
@@ -109,6 +111,67 @@ async def test_a_replica_that_no_machine_can_hold_is_reported_with_what_is_missi
         async with running(backend):
             pass
     assert "Replica 1 waits: it needs" in caplog.text
+
+
+@pytest.mark.usefixtures("ray_cluster")
+async def test_only_replicas_that_ray_has_no_room_for_are_reported_as_waiting(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("batchline.backends.ray.actors.PLACING_S", 0.1)
+    half = ray.cluster_resources()["CPU"] / 2
+    backend = RayBackend(fake, RayConfig(num_cpus=half, num_gpus=0.0, size=PoolSize(3, 3)))
+    async with running(backend):
+        while "waits" not in caplog.text or len(backend.fleet.pool.replicas) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert re.findall(
+        r"Replica \d waits: it needs \S+ CPU on one machine, and no machine has that free", caplog.text
+    ) == [f"Replica 3 waits: it needs {half:g} CPU on one machine, and no machine has that free"]
+
+
+class FullCluster:
+    """A cluster without free room. num_unplaced_actors: how many actors it has found no machine for."""
+
+    num_unplaced_actors = 0
+
+    async def num_unplaced(self, demand: Demand) -> int:
+        return self.num_unplaced_actors
+
+    async def can_ever_hold(self, demand: Demand) -> bool:
+        return True
+
+    async def missing(self, demand: Demand) -> str:
+        return "no machine has that free now"
+
+
+async def test_a_replica_whose_process_is_starting_is_not_reported_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine, a process takes longer to start than the first checks: replicas that fill the cluster
+    themselves were reported as waiting for room."""
+    may_start = asyncio.Event()
+
+    async def called(actor: object, method: str) -> actors.ActorProcess:
+        await may_start.wait()
+        return actors.ActorProcess("node", "host", 1)
+
+    monkeypatch.setattr(actors, "PLACING_S", 0.001)
+    monkeypatch.setattr(actors, "_called", called)
+    launcher = actors.ActorLauncher(fake, RayConfig(), [])
+    cluster = FullCluster()
+    launcher._cluster = cluster  # type: ignore[assignment]
+    notes: dict[int, list[str]] = {number: [] for number in (1, 2, 3)}
+    placed = [asyncio.create_task(launcher._placed(number, number, notes[number].append)) for number in notes]
+    while min(map(len, notes.values())) < 9:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert not any(text for found in notes.values() for text in found)
+    assert await launcher.missing() == ""
+    cluster.num_unplaced_actors = 2
+    while not (notes[2][-1] and notes[3][-1]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    assert not any(notes[1]), "Ray places actors in their order"
+    cluster.num_unplaced_actors = 3
+    assert await launcher.missing() == "no machine has that free now"
+    may_start.set()
+    await asyncio.gather(*placed)
+    assert [found[-1] for found in notes.values()] == [""] * 3, "it waits for nothing once it is placed"
 
 
 @pytest.mark.usefixtures("ray_cluster")

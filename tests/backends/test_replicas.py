@@ -80,13 +80,14 @@ class KillableHost(BackendHost):
 
 class LocalLauncher:
     """Starts replicas of a fake in this process. hosts: all that were started. room_left: for how many more there is
-    room. failures: what the next launches fail with."""
+    room. failures: what the next launches fail with. note, lacking: what a replica that is never placed waits for, as
+    it notes that itself, and as the launcher says when it is asked."""
 
     def __init__(self, make: Callable[[LocalLauncher], FakeBackend] = lambda launcher: FakeBackend()) -> None:
         self.hosts: list[KillableHost] = []
         self.room_left = 100
         self.failures: list[Exception] = []
-        self.note = ""
+        self.note = self.lacking = ""
         self._make = make
 
     async def open(self) -> None:
@@ -96,7 +97,7 @@ class LocalLauncher:
         """Nothing to do."""
 
     async def launch(self, number: int, note: Callable[[str], None]) -> tuple[Host, Description]:
-        if self.note:
+        if self.note or self.lacking:
             note(self.note)
             await asyncio.Event().wait()
         if self.failures:
@@ -107,6 +108,9 @@ class LocalLauncher:
 
     async def room(self) -> int:
         return self.room_left
+
+    async def missing(self) -> str:
+        return self.lacking
 
 
 @asynccontextmanager
@@ -422,6 +426,15 @@ async def test_a_replica_that_cannot_be_placed_is_reported_and_after_a_while_end
         async with running(launcher, patience_s=0.05):
             pass
     assert "Replica 1 waits: it needs 1 GPU on one machine" in caplog.text
+
+
+async def test_a_patience_that_ends_before_a_replica_says_what_it_waits_for_names_it_all_the_same() -> None:
+    """`--patience 5` ended runs with "none has started yet", because a launcher looks for the first time after 5 s."""
+    launcher = LocalLauncher()
+    launcher.lacking = "it needs 1 GPU on one machine, but none has a GPU"
+    with pytest.raises(BackendUnavailable, match=r"ready for 0\.01 seconds: it needs 1 GPU"):
+        async with running(launcher, patience_s=0.01):
+            pass
 
 
 async def test_a_model_that_cannot_be_loaded_ends_the_start() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -37,9 +35,6 @@ MAX_SILENCE_S = 180.0
 
 PLACING_S = 5.0
 """A replica that is not placed after this time is looked into, and again each time it has passed."""
-
-UNCERTAIN_CHECKS = 3
-"""From this check on, a full cluster is reported even if all that is in use may be our own replicas."""
 
 CLOSE_S = 5.0
 
@@ -100,10 +95,8 @@ class ReplicaActor:
 class ActorHost:
     """A `Host` that is an actor."""
 
-    def __init__(self, actor: Any, on_end: Callable[[], None]) -> None:
-        """on_end: called when it is closed."""
+    def __init__(self, actor: Any) -> None:
         self._actor = actor
-        self._on_end = on_end
 
     async def send(self, number: int, calls: Sequence[Call], cancelled: Sequence[int]) -> None:
         """See `Host`."""
@@ -117,7 +110,6 @@ class ActorHost:
 
     async def close(self) -> None:
         """See `Host`."""
-        self._on_end()
         await _end(self._actor)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
@@ -143,7 +135,8 @@ class ActorLauncher:
         self._cluster = RayCluster(config.address)
         self._shipping = Shipping(self._cluster, folders)
         self._demand: Demand = {}
-        self._num_actors = 0
+        self._unplaced: set[int] = set()
+        """The numbers of replicas whose actors have not answered from any machine yet."""
 
     async def open(self) -> None:
         """See `Launcher`."""
@@ -153,7 +146,7 @@ class ActorLauncher:
             num_gpus = 1.0 if await self._cluster.has_gpus() else 0.0
         demand = {"CPU": self._config.num_cpus, "GPU": num_gpus, **self._config.resources}
         self._demand = {name: amount for name, amount in demand.items() if amount}
-        if self._cluster.is_new and (missing := await self._cluster.missing(self._demand, sys.maxsize)):
+        if self._cluster.is_new and (missing := await self._cluster.missing(self._demand)):
             raise UsageError(f"The new Ray cluster on this machine cannot hold a replica: {missing}.")
 
     async def close(self) -> None:
@@ -169,22 +162,24 @@ class ActorLauncher:
             logger.info("the room in the cluster is unknown: %s", exc)
             return 0
 
+    async def missing(self) -> str:
+        """See `Launcher`."""
+        try:
+            return await asyncio.wait_for(self._missing(min(self._unplaced, default=0)), CLOSE_S)
+        except asyncio.TimeoutError:
+            return ""
+
     async def launch(self, number: int, note: Callable[[str], None]) -> tuple[Host, Description]:
         """See `Launcher`."""
         actor = None
-        self._num_actors += 1
         try:
             actor = await self._cluster.run(self._create)
-            return ActorHost(actor, self._count_end), await self._started(actor, note)
+            return ActorHost(actor), await self._started(actor, number, note)
         except BaseException as exc:
-            self._num_actors -= 1
             _kill(actor)
             if isinstance(exc, BatchlineError | asyncio.CancelledError):
                 raise
             raise not_started(exc) from exc
-
-    def _count_end(self) -> None:
-        self._num_actors -= 1
 
     def _create(self) -> Any:
         others = {name: amount for name, amount in self._demand.items() if name not in ("CPU", "GPU")}
@@ -201,8 +196,8 @@ class ActorLauncher:
             .remote()
         )
 
-    async def _started(self, actor: Any, note: Callable[[str], None]) -> Description:
-        process = await self._placed(actor, note)
+    async def _started(self, actor: Any, number: int, note: Callable[[str], None]) -> Description:
+        process = await self._placed(actor, number, note)
         paths = await self._shipping.paths_on(process.node_id)
         description = await _called(actor, "start", self._make_backend, paths)
         if isinstance(description, PackedError):
@@ -210,22 +205,33 @@ class ActorLauncher:
         assert isinstance(description, Description)
         return description
 
-    async def _placed(self, actor: Any, note: Callable[[str], None]) -> ActorProcess:
+    async def _placed(self, actor: Any, number: int, note: Callable[[str], None]) -> ActorProcess:
+        """note: called with what is missing, and with nothing once Ray has found a machine."""
         placing = asyncio.ensure_future(_called(actor, "process"))
+        self._unplaced.add(number)
         try:
-            for num_checks in itertools.count(1):
-                if (await asyncio.wait({placing}, timeout=PLACING_S))[0]:
-                    break
-                is_certain = num_checks < UNCERTAIN_CHECKS
-                if missing := await self._cluster.missing(
-                    self._demand, self._num_actors if is_certain else sys.maxsize
-                ):
-                    note(missing)
+            while not (await asyncio.wait({placing}, timeout=PLACING_S))[0]:
+                note(await self._missing(number))
             process = placing.result()
         finally:
+            self._unplaced.discard(number)
             placing.cancel()
+        note("")
         assert isinstance(process, ActorProcess)
         return process
+
+    async def _missing(self, number: int) -> str:
+        """Why a replica cannot be placed now; empty if Ray has placed it, or cannot be asked. Ray places actors in
+        their order, so those that wait are the latest ones."""
+        num_later = sum(other > number for other in self._unplaced)
+        try:
+            num_waiting = await self._cluster.num_unplaced(self._demand)
+            if num_later >= num_waiting and await self._cluster.can_ever_hold(self._demand):
+                return ""
+            return await self._cluster.missing(self._demand)
+        except Exception as exc:  # Ray's, as above
+            logger.info("what replica %d waits for is unknown: %s", number, exc)
+            return ""
 
 
 async def _called(actor: Any, method: str, *arguments: Any) -> Any:
@@ -241,5 +247,7 @@ async def _end(actor: Any) -> None:
 
 
 def _kill(actor: Any) -> None:
+    if actor is None or not ray.is_initialized():  # without a connection, Ray would start a cluster of its own
+        return
     with contextlib.suppress(Exception):  # as above
         ray.kill(actor, no_restart=True)

@@ -13,11 +13,14 @@ import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import ray
 from ray._private import worker as ray_worker
+from ray._private.gcs_utils import ResourceUsageBatchData
 from ray._private.state import available_resources_per_node
+from ray._private.state import state as ray_state
 
 from batchline.backends.ray.code import nodes_with_other_code, package_folder
 from batchline.backends.ray.config import FOUND_OR_NEW
@@ -81,13 +84,16 @@ class RayCluster:
         free = await self.run(available_resources_per_node)
         return sum(_times(node, demand) for node in free.values())
 
-    async def missing(self, demand: Demand, num_replicas: int) -> str:
-        """Why a replica cannot be placed; empty if there is room for it, or if what is in use are `num_replicas`."""
-        nodes = [node["Resources"] for node in await self.run(ray.nodes) if node["Alive"]]
+    async def num_unplaced(self, demand: Demand) -> int:
+        """How many actors with this demand the machines have no room for. An actor whose process is starting has its
+        room, and is not counted. Ray needs about a second to report a change."""
+        return await self.run(partial(_num_queued, demand))
+
+    async def missing(self, demand: Demand) -> str:
+        """Why one more replica cannot be placed now; empty if there is room for it."""
+        nodes = await self._nodes()
         free = list((await self.run(available_resources_per_node)).values())
-        used = {name: _sum(nodes, name) - _sum(free, name) for name in demand}
-        are_placed = all(used[name] + 1e-6 >= num_replicas * amount for name, amount in demand.items())
-        if are_placed or any(_times(node, demand) for node in free):
+        if any(_times(node, demand) for node in free):
             return ""
         wanted = _amounts(demand)
         if any(_times(node, demand) for node in nodes):
@@ -100,9 +106,17 @@ class RayCluster:
         have = f"the most that one of {counted(len(nodes), 'machine')} has is {most:g} {lacking}"
         return f"it needs {wanted} on one machine, but {have}"
 
+    async def can_ever_hold(self, demand: Demand) -> bool:
+        """Whether a replica would fit on one of the machines if nothing else ran there."""
+        return any(_times(node, demand) for node in await self._nodes())
+
     async def has_gpus(self) -> bool:
         """Whether any machine has a GPU."""
-        return any(node["Resources"].get("GPU", 0) for node in await self.run(ray.nodes) if node["Alive"])
+        return any(node.get("GPU", 0) for node in await self._nodes())
+
+    async def _nodes(self) -> list[Demand]:
+        """What each machine has."""
+        return [node["Resources"] for node in await self.run(ray.nodes) if node["Alive"]]
 
     def _connect(self) -> None:
         if ray.is_initialized():
@@ -199,6 +213,20 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
     finally:
         for name in added:
             del os.environ[name]
+
+
+def _num_queued(demand: Demand) -> int:
+    """See `RayCluster.num_unplaced`. Ray's autoscaler reads the same figures."""
+    usage = ResourceUsageBatchData.FromString(ray_state._global_state_accessor.get_all_resource_usage() or b"")
+    return sum(
+        queued.num_ready_requests_queued + queued.num_infeasible_requests_queued + queued.backlog_size
+        for queued in usage.resource_load_by_shape.resource_demands
+        if _is_equal(queued.shape, demand)
+    )
+
+
+def _is_equal(shape: Demand, demand: Demand) -> bool:
+    return set(shape) == set(demand) and all(abs(shape[name] - amount) < 1e-4 for name, amount in demand.items())
 
 
 def _times(node: Demand, demand: Demand) -> int:

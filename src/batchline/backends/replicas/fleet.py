@@ -53,8 +53,12 @@ class Launcher(Protocol):
     async def launch(self, number: int, note: Callable[[str], None]) -> tuple[Host, Description]:
         """Start a replica and wait until it is ready. Cancelling the call stops it.
 
-        note: called with what it waits for. Raises: ReplicaNotStarted, ModelLoadError, UsageError.
+        note: called with what it waits for; with an empty text once it has that. Raises: ReplicaNotStarted,
+        ModelLoadError, UsageError.
         """
+
+    async def missing(self) -> str:
+        """Why no replica can be placed now; empty if one can be, or nobody can say. Raises nothing."""
 
     async def room(self) -> int:
         """How many more replicas could be placed now; 0 if nobody can say. Raises nothing."""
@@ -156,7 +160,7 @@ class Fleet:
                     self._start_one(next(self._numbers))
             for number in self._autoscaler.to_stop(now, load):
                 self._stop_one(number)
-            self._give_up_without_replicas(now)
+            await self._give_up_without_replicas(now)
             self.pool.rebalance()
             self._changed.clear()
             with contextlib.suppress(asyncio.TimeoutError):
@@ -263,18 +267,23 @@ class Fleet:
 
     def _note(self, number: int, text: str) -> None:
         starting = self._starting[number]
-        if text != starting.waits_for:
-            starting.waits_for = text
+        if text == starting.waits_for:
+            return
+        starting.waits_for = text
+        if text:
             logger.warning("Replica %d waits: %s", number, text)
 
-    def _give_up_without_replicas(self, now: float) -> None:
+    async def _give_up_without_replicas(self, now: float) -> None:
         """Fail if no replica has been ready for the whole patience, or none can be started at all."""
         if self.pool.replicas:
             return
         waits_for = next((one.waits_for for one in self._starting.values() if one.waits_for), "")
         patience_s = self._patience_s
         if now - self._without_replica_since >= patience_s:
-            problem = waits_for or self._problem or "none has started yet"
+            # a patience of a few seconds ends before a launcher notes what is missing
+            problem = waits_for or self._problem or await self._launcher.missing() or "none has started yet"
+            if self.pool.replicas:
+                return
             self._fail(BackendUnavailable(f"No replica has been ready for {patience_s:g} seconds: {problem}"))
         elif self._num_failures >= MAX_FAILURES and not self._is_ready.is_set():
             attempts = counted(self._num_failures, "attempt")
