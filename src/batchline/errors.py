@@ -261,6 +261,20 @@ class InputChanged(RunFailed):
         self.line_number = line_number
 
 
+class DefaultModelUnknown(RunFailed):
+    """Requests name no model, and which one they get is not known now.
+
+    problem: why not. first: the first of these requests.
+    """
+
+    def __init__(self, problem: str, first: str) -> None:
+        super().__init__(
+            f"Requests name no model, the first in {first}, and which one they get is not known: {problem}. Run the "
+            "same command when all servers are ready, or name the model with --model."
+        )
+        self.problem = problem
+
+
 class ModelLoadError(BatchlineError):
     """A model cannot be loaded: not found, hub unreachable, damaged or incompatible files.
 

@@ -1,6 +1,6 @@
 """A server in a process of its own that answers each request as its last message asks for, often badly.
 
-    python hostile_server.py [--port N] [--delay S] [--reject-for S]
+    python hostile_server.py [--port N] [--delay S] [--reject-for S] [--model NAME]
 
 It prints `listening on PORT`. A message such as `cut` is answered with a broken connection; `cut 2 then hello` is
 broken twice, and then answered with `hello`. Any other text is echoed. A request that sets `seed` is told apart from
@@ -30,8 +30,8 @@ _HTML = b"<html><head><title>502 Bad Gateway</title></head><body>nginx \x1b[31m<
 class HostileServer:
     """Counts what it has seen; `answer` decides what a text gets."""
 
-    def __init__(self, delay_s: float, reject_for_s: float) -> None:
-        self.delay_s = delay_s
+    def __init__(self, delay_s: float, reject_for_s: float, model: str) -> None:
+        self.delay_s, self.model = delay_s, model
         self.rejects_until = time.monotonic() + reject_for_s
         self.seen: Counter[str] = Counter()
         self.num_in_flight = self.most_in_flight = 0
@@ -58,7 +58,7 @@ class HostileServer:
         """Returns whether the connection can be used again."""
         path = head.split(" ", 2)[1]
         if path.endswith("/models"):
-            return _send(writer, 200, {"object": "list", "data": [{"id": "fake", "object": "model"}]})
+            return _send(writer, 200, {"object": "list", "data": [{"id": self.model, "object": "model"}]})
         if path.endswith("/seen"):
             return _send(writer, 200, {"seen": dict(self.seen), "most_in_flight": self.most_in_flight})
         if time.monotonic() < self.rejects_until:
@@ -200,10 +200,10 @@ def _send(writer: asyncio.StreamWriter, status: int, values: Any, headers: dict[
     return True
 
 
-async def serve(port: int, delay_s: float, reject_for_s: float) -> None:
+async def serve(port: int, delay_s: float, reject_for_s: float, model: str) -> None:
     """Serve until the process is killed."""
     server = await asyncio.start_server(
-        HostileServer(delay_s, reject_for_s).handle, "127.0.0.1", port, limit=1 << 24, backlog=1024
+        HostileServer(delay_s, reject_for_s, model).handle, "127.0.0.1", port, limit=1 << 24, backlog=1024
     )
     print(f"listening on {server.sockets[0].getsockname()[1]}", flush=True)
     await server.serve_forever()
@@ -289,5 +289,6 @@ if __name__ == "__main__":
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--delay", type=float, default=0.0)
     parser.add_argument("--reject-for", type=float, default=0.0)
+    parser.add_argument("--model", default="fake")
     given = parser.parse_args()
-    asyncio.run(serve(given.port, given.delay, given.reject_for))
+    asyncio.run(serve(given.port, given.delay, given.reject_for, given.model))

@@ -221,17 +221,55 @@ async def test_a_server_without_a_list_of_models_may_serve_any(status: int) -> N
         assert (await backend.answer(chat(model=None))).status_code == 400
 
 
-async def test_a_server_that_is_away_does_not_change_the_model_of_requests_that_name_none() -> None:
-    """Requests without a model were refused as long as one of the servers could not be asked for its models."""
+async def test_which_servers_are_up_does_not_decide_the_model_of_requests_that_name_none() -> None:
+    """Of two servers with different models, the one that was up at the start decided."""
     async with scripted(serving(GOOD)) as url, running(backend_of(url, NOBODY)) as backend:
-        assert backend.only_model == "fake"
-        assert content(await backend.answer(chat(model=None))) == "good"
+        assert backend.only_model is None
+        assert backend.only_model_problem == f"the server at {NOBODY} cannot be reached: Connection refused"
+        assert (await backend.answer(chat(model=None))).status_code == 400
+        assert content(await backend.answer(chat(model="fake"))) == "good"
     async with (
         scripted(serving(GOOD)) as url,
         scripted(serving(GOOD, reply(404, {}))) as other,
         running(backend_of(url, other)) as backend,
     ):
-        assert backend.only_model is None, "the other may serve any"
+        assert (backend.only_model, backend.only_model_problem) == (None, ""), "the other may serve any"
+        assert (await backend.answer(chat(model=None))).status_code == 400
+
+
+async def test_requests_may_leave_the_model_out_once_every_server_was_reached() -> None:
+    with hostile_server() as (first, port):
+        first.kill()
+        first.wait()
+        async with scripted(serving(GOOD)) as url, running(backend_of(url, f"http://127.0.0.1:{port}/v1")) as backend:
+            assert (await backend.answer(chat(model=None))).status_code == 400
+            with hostile_server("--port", str(port)) as (again, _):
+                while (await backend.answer(chat(model=None))).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                again.kill()
+                assert (await backend.answer(chat(model=None))).status_code == 200, "what it serves is known"
+
+
+async def test_a_server_that_comes_back_with_another_model_gets_no_requests_for_the_first_one() -> None:
+    """Until it is reached, it may serve any model. It also got requests for the others afterwards, and answered 404."""
+    with hostile_server() as (gone, port):
+        gone.kill()
+        gone.wait()
+    is_busy = True
+
+    def answer() -> bytes:
+        return reply(429, {}) if is_busy else reply(200, chat_answer("other"))
+
+    async with (
+        scripted(serving(answer, models_of("other"))) as url,
+        running(backend_of(f"http://127.0.0.1:{port}/v1", url)) as backend,
+    ):
+        asked = [asyncio.create_task(backend.answer(chat(model="other"))) for _ in range(50)]
+        with hostile_server("--port", str(port)):  # it has the model `fake`
+            await until(lambda: backend._pool is not None and not backend._pool.servers[0].is_dead)
+            is_busy = False
+            assert {content(answer) for answer in await asyncio.gather(*asked)} == {"other"}
+            assert content(await backend.answer(chat("hi", model="fake"))) == "hi"
 
 
 async def test_a_pattern_in_the_list_of_models_may_be_any_model() -> None:

@@ -10,8 +10,8 @@ import sys
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,69 @@ def test_a_run_is_resumed_while_one_of_its_servers_is_dead(tmp_path: Path) -> No
     assert ended.returncode == 0, ended.stderr
     assert "Resuming: " in ended.stderr
     assert f"The server at {url_of(other_port)} cannot be reached" in ended.stderr
+
+
+@contextmanager
+def a_free_port() -> Iterator[int]:
+    """A port at which nobody listens."""
+    with hostile_server() as (server, port):
+        server.kill()
+    yield port
+
+
+def test_which_server_is_up_does_not_decide_the_model_of_requests_that_name_none(tmp_path: Path) -> None:
+    """Of two servers with different models, the one that was up at the start got all of them."""
+    write_lines(tmp_path / "in.jsonl", [chat_line("named"), chat_line("unnamed", model=None)])
+    with a_free_port() as port, hostile_server() as (_, first):
+        options = ["--base-url", url_of(first), "--base-url", url_of(port)]
+        unknown = run(tmp_path, *options)
+        assert unknown.returncode == 1
+        problem = f"the server at {url_of(port)} cannot be reached: Connection refused"
+        assert f"Requests name no model, the first in line 2, and which one they get is not known: {problem}. " in (
+            " ".join(unknown.stderr.split())
+        )
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+        named = run(tmp_path, *options, "--model", "fake")
+        assert contents(read_lines(tmp_path / "out")) == {"named": "hello", "unnamed": "hello"}, named.stderr
+        (tmp_path / "out").unlink()
+        with hostile_server("--port", str(port), "--model", "other"):
+            several = run(tmp_path, *options)
+    assert (several.returncode, "1 bad line, the first being line 2" in several.stderr) == (0, True), several.stderr
+    assert read_lines(tmp_path / "out")[1]["error"]["param"] == "body.model"
+
+
+def test_a_run_whose_requests_name_their_models_does_not_depend_on_which_servers_are_up(tmp_path: Path) -> None:
+    """Resuming it was refused, because the servers that could be asked had only one model."""
+    batch_of(tmp_path, [f"text {n}" for n in range(200)])
+    with a_free_port() as port, hostile_server("--delay", "0.1") as (_, first):
+        options = ["--base-url", url_of(first), "--base-url", url_of(port)]
+        with (
+            hostile_server("--port", str(port), "--model", "other"),
+            subprocess.Popen(command(tmp_path, *options), stderr=subprocess.DEVNULL) as going,
+        ):
+            while len(seen_by(first)) < 20:
+                time.sleep(0.02)
+            going.kill()
+        resumed = run(tmp_path, *options)
+        assert (resumed.returncode, "Resuming: " in resumed.stderr) == (0, True), resumed.stderr
+        with hostile_server("--port", str(port)):
+            again = run(tmp_path, *options)
+    assert "Already complete" in again.stderr, again.stderr
+
+
+def test_a_run_that_cannot_find_out_its_model_takes_that_of_the_same_run_before(tmp_path: Path) -> None:
+    lines = [chat_line("a", model=None), chat_line("b", model=None)]
+    write_lines(tmp_path / "in.jsonl", lines)
+    with a_free_port() as port, hostile_server() as (_, first):
+        options = ["--base-url", url_of(first), "--base-url", url_of(port)]
+        with hostile_server("--port", str(port)):
+            assert run(tmp_path, *options).returncode == 0
+        again = run(tmp_path, *options)
+        write_lines(tmp_path / "in.jsonl", [*lines, chat_line("c", model=None)])
+        edited = run(tmp_path, *options)
+    assert (again.returncode, "Already complete" in again.stderr) == (0, True), again.stderr
+    assert (edited.returncode, "Requests name no model" in edited.stderr) == (1, True), edited.stderr
+    assert len(read_lines(tmp_path / "out")) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

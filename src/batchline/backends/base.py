@@ -123,12 +123,17 @@ def find_model(by_name: Mapping[str, T], name: object) -> T:
         if all(other is first for other in others):
             return first
     if name is None:
-        raise BadRequest(f"model: it is missing; name a model. {_served_here(by_name)}", param="model")
+        raise model_missing(by_name)
     if not isinstance(name, str):
         raise BadRequest(f"model: it must be the name of a model. {_served_here(by_name)}", param="model")
     if name not in by_name:
         raise unknown_model(name, by_name)
     return by_name[name]
+
+
+def model_missing(served: Iterable[str]) -> BadRequest:
+    """The error for a request that names no model. served: the names of those that there are."""
+    return BadRequest(f"model: it is missing; name a model. {_served_here(served)}", param="model")
 
 
 def unknown_model(name: str, served: Iterable[str]) -> NotFound:

@@ -254,11 +254,11 @@ def for_http_servers(options: RunOptions, config: HttpConfig) -> tuple[RunOption
         raise UsageError(
             f"No server lists the model {config.default_model!r} of --model. They list: {', '.join(served[:20])}."
         )
-    default = config.default_model or backend.only_model
     options = replace(
         options,
-        default_model=default,
-        settings={**options.settings, **({} if default is None else {"--model": default})},
+        default_model=config.default_model or backend.only_model,
+        is_default_found=config.default_model is None,
+        default_problem="" if config.default_model is not None else backend.only_model_problem,
         served_models=None if backend.may_serve_other_models else options.served_models,
         can_rename=False,
         start_phase="Connecting to the servers",

@@ -96,8 +96,8 @@ class CheckReport:
     with a duplicate `custom_id` and those that the observer refused. faults: the first `MAX_FAULTS_KEPT` bad lines.
     num_faults: how many bad lines there are. fault_kinds: their errors, by code, field and message without values.
     bad: the positions of all of them. duplicates: the positions of lines that are bad only because of their
-    `custom_id`. groups: by (model, url), up to a limit. unknown_fields: the requests' unknown
-    fields.
+    `custom_id`. groups: by (model, url), up to a limit. unnamed_line: the line number of the first line that names no
+    model. unknown_fields: the requests' unknown fields.
     """
 
     num_lines: int = 0
@@ -110,6 +110,7 @@ class CheckReport:
     fault_kinds: dict[tuple[str, str, str], FaultKind] = field(default_factory=dict)
     bad: PositionSet = field(default_factory=PositionSet)
     duplicates: PositionSet = field(default_factory=PositionSet)
+    unnamed_line: int | None = None
     unknown_fields: UnknownFields = field(default_factory=UnknownFields)
 
     @property
@@ -313,6 +314,8 @@ class _CheckPass:
         value: object = None
         try:
             value = lines.load_json(raw)
+            if report.unnamed_line is None and not lines.names_model(value):
+                report.unnamed_line = line_number
             custom_id, url, body = lines.check_fields(value, self._default_model)
         except LineError as error:
             custom_id_or_none = lines.readable_custom_id(raw) if value is None else lines.custom_id_of(value)

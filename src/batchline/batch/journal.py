@@ -226,6 +226,14 @@ def saved_statuses(path: Path) -> Iterator[tuple[int, str]]:
                 yield int(words[1]), words[2].decode("ascii", "replace")
 
 
+def run_of_journal(path: Path) -> Mapping[str, str] | None:
+    """What identifies the unfinished run; None if there is none. Raises: OSError, ResumeRefused."""
+    try:
+        return _read_header(path)
+    except FileNotFoundError:
+        return None
+
+
 def has_service_notes(path: Path) -> bool:
     """Whether requests of the journal were sent to a service. Raises: OSError."""
     with suppress(FileNotFoundError), path.open("rb", buffering=1 << 20) as file:

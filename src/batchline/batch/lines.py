@@ -81,6 +81,22 @@ def _encoding_problem(raw: bytes) -> str | None:
     return None
 
 
+def names_model(value: object) -> bool:
+    """Whether a parsed line names a model, in its body or its URL, or has no body in which it could."""
+    body = value.get("body") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(body, dict) or body.get("model") is not None:
+        return True
+    url = value.get("url")
+    return isinstance(url, str) and _path_and_model(url)[1] is not None
+
+
+def _path_and_model(url: str) -> tuple[str, str | None]:
+    """The path here of a line's URL, and the model that it names."""
+    if url[:1] != "/":
+        url = url_path(url)
+    return (url, None) if url in ENDPOINTS else path_here(url.partition("?")[0].removesuffix("/") or url)
+
+
 def check_fields(value: object, default_model: str | None = None) -> tuple[str, str, dict[str, Any]]:
     """Check the fields of a parsed line, and return `(custom_id, url path, body)`.
 
@@ -100,12 +116,9 @@ def check_fields(value: object, default_model: str | None = None) -> tuple[str, 
     body = value.get("body")
     if type(body) is not dict:
         raise _field_error(value, "body", "an object")
-    if url[0] != "/":
-        url = url_path(url)
-    if url not in ENDPOINTS:
-        url, model = path_here(url.partition("?")[0].removesuffix("/") or url)
-        if model is not None and body.get("model") is None:
-            body["model"] = model
+    url, model = _path_and_model(url)
+    if model is not None and body.get("model") is None:
+        body["model"] = model
     if body.get("model") is None and default_model is not None:
         body["model"] = default_model
     _check_body(body, url)

@@ -69,6 +69,8 @@ class RunOptions:
     start_phase: the message while the backend starts.
     served_endpoints: the known paths that each served name answers.
     default_model: the model that answers requests that name none; if it is None, they are errors.
+    is_default_found: whether `default_model` was found at other servers, so that it is one of the settings of a run
+    that needs it. default_problem: why it could not be found; only an earlier process of the same run knows it then.
     """
 
     max_inflight: int | None = None
@@ -91,3 +93,5 @@ class RunOptions:
     start_phase: str = "Loading the model"
     served_endpoints: Mapping[str, Sequence[str]] = field(default_factory=dict)
     default_model: str | None = None
+    is_default_found: bool = False
+    default_problem: str = ""

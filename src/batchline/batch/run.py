@@ -30,6 +30,7 @@ from batchline.batch.check import (
 )
 from batchline.batch.commit import GroupCommit
 from batchline.batch.crashes import InFlight, alternate_stacks, suspects_turn, watched
+from batchline.batch.default_model import RecalledDefault, with_default_setting
 from batchline.batch.failures import record_failed_lines, record_lethal_requests, record_unrun_lines
 from batchline.batch.feeder import Feeder, Feeding
 from batchline.batch.file_threads import in_file_thread
@@ -185,6 +186,7 @@ class BatchRun:
         self._open_files = contextlib.ExitStack()
         self._state: RunState | None = None
         self._request_identity: Mapping[str, str] = {}
+        self._recalled: RecalledDefault | None = None
         self._finished_runs = FinishedRuns(files, options)
         self._pace = Pace()
         self._share: MachineShare | None = None
@@ -199,6 +201,10 @@ class BatchRun:
     async def execute(self, backend: RunningBackend | BulkService) -> RunSummary:
         """Every step, in order. Raises: as `run`."""
         try:
+            if self._options.default_problem:
+                recalled = await RecalledDefault.find(self._options, self._job_folder, self._finished_runs)
+                self._options = replace(self._options, default_model=recalled.model)
+                self._recalled = recalled
             path = await self._stage()
             summary = await self._complete_before_check(path)
             if summary is not None:
@@ -206,6 +212,8 @@ class BatchRun:
             checked = await self._check(path)
             await self._read_settings()
             identity = self._identity(checked.report.digest, checked.report.num_bytes)
+            if self._recalled is not None:
+                self._recalled.refuse_other_run(self._options, checked.report, identity)
             summary = await self._already_complete(identity)
             if summary is not None:
                 return summary
@@ -301,6 +309,7 @@ class BatchRun:
             self._reporter.warn(warning)
         if self._owner is not None:
             await self._owner.checked(report)
+        self._options = with_default_setting(self._options, report)
         refuse_over_limits(report, options.limits)
         refuse_without_requests(report, path, self._files.input)
         if options.served_models:

@@ -16,7 +16,7 @@ from batchline.batch.file_threads import in_file_thread
 from batchline.batch.locations import Location
 from batchline.batch.options import RunOptions
 from batchline.batch.source import StagedRequests, input_failure, stage_bytes
-from batchline.errors import InputUnreadable, RunFailed, RunInterrupted, UsageError
+from batchline.errors import DefaultModelUnknown, InputUnreadable, RunFailed, RunInterrupted, UsageError
 from batchline.tables.answers import AnswerColumns
 from batchline.tables.formats import TableFormat, open_table
 from batchline.tables.requests import RequestMaker, RowPrompts
@@ -55,6 +55,8 @@ class TableInput:
     async def stage(self, folder: Path, options: RunOptions, should_stop: Callable[[], bool]) -> StagedRequests:
         """As `RequestSource`. Raises also: UsageError for options that do not fit the table."""
         if options.default_model is None and "model" not in self.prompts.body:
+            if options.default_problem:
+                raise DefaultModelUnknown(options.default_problem, "row 1")
             raise _no_model([names[0] for names in options.served_models or ()])
         await self.open(folder, should_stop)
         target = folder / "requests.jsonl"

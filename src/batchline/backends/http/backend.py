@@ -19,6 +19,7 @@ from batchline.backends.base import (
     EndpointRequest,
     ServedModel,
     find_model,
+    model_missing,
     models_by_name,
     unknown_path,
 )
@@ -69,9 +70,10 @@ class HttpBackend:
         self._may_serve_others = True
         self._lists_no_models = False
         """Whether a server that was reached lists no models."""
+        self._never_reached: tuple[str, ...] = ()
+        """What is wrong with each server that could not be asked for its models yet."""
         self._pool: ServerPool | None = None
         self._is_closed = False
-        self._among: dict[str, tuple[Server, ...]] = {}
         self._prompt_tokens = self._cached_tokens = self._output_tokens = 0
 
     @property
@@ -81,9 +83,16 @@ class HttpBackend:
 
     @property
     def only_model(self) -> str | None:
-        """The model that every server lists, and no other, as far as the servers could be asked. A server that is away
-        changes nothing, so a run can be resumed while one of its servers is dead."""
-        return self._known[0].name if len(self._known) == 1 and not self._lists_no_models else None
+        """The model that every server lists, and no other. None as long as a server could not be asked: which servers
+        are up at the start must not decide the model of a request."""
+        is_certain = len(self._known) == 1 and not self._lists_no_models and not self._never_reached
+        return self._known[0].name if is_certain else None
+
+    @property
+    def only_model_problem(self) -> str:
+        """Why there may be an `only_model`, but it is not known yet; empty if it is known, or there is none."""
+        is_open = len(self._known) < 2 and not self._lists_no_models
+        return "; ".join(self._never_reached) if is_open else ""
 
     def serves(self, model: str) -> bool:
         """Whether a server lists a model, or may serve models that are not listed."""
@@ -115,7 +124,7 @@ class HttpBackend:
                 with contextlib.suppress(BackendUnavailable):
                     await self._found()
         elif self._pool is not None:
-            self._note_models([server.models for server in self._pool.servers])
+            self._note_servers(self._pool)
         default = self._config.default_model
         if default is not None and self._may_serve_others and all(default != model.name for model in self._known):
             return (ServedModel(name=default), *self._known)
@@ -133,13 +142,13 @@ class HttpBackend:
 
     async def check(self, request: EndpointRequest) -> None:
         """Find out whether a server may answer the path and the model. Raises: RequestError."""
-        self._servers_for(self._opened(), request)
+        self._want(self._opened(), request)
 
     async def answer(self, request: EndpointRequest) -> Answer:
         """A server's answer, after retries. Raises: BackendUnavailable."""
         pool = self._opened()
         try:
-            want = Want(among=self._servers_for(pool, request), waits=kind_of(request.priority) > 0)
+            want = self._want(pool, request)
             call = await form_call(request) if is_form(request) else plain_call(request)
         except RequestError as error:
             body = error_body(request.url, error.body())
@@ -153,7 +162,7 @@ class HttpBackend:
     async def stream(self, request: EndpointRequest) -> AsyncGenerator[Mapping[str, Any], None]:
         """A server's events. Closing the stream cancels the request there. Raises: RequestError, BackendUnavailable."""
         pool = self._opened()
-        want = Want(among=self._servers_for(pool, request), waits=kind_of(request.priority) > 0)
+        want = self._want(pool, request)
         call = await call_of(request)
         want.prefix = call.prefix
         began_at = time.monotonic()
@@ -203,16 +212,10 @@ class HttpBackend:
         is_waiting = False
         while True:
             probes = await _probed(self._config)
-            ready = [found for found in probes.values() if found.health is Health.READY]
-            self._lists_no_models = any(found.models is None for found in ready)
-            self._note_models([found.models if found.health is Health.READY else None for found in probes.values()])
-            problems = "; ".join(
-                f"the server at {address.base_url} {found.reason}"
-                for address, found in probes.items()
-                if found.health is not Health.READY
-            )
+            self._note_models({address.base_url: found for address, found in probes.items()})
+            problems = "; ".join(self._never_reached)
             sentence = f"{problems[:1].upper()}{problems[1:]}."
-            if ready:
+            if len(self._never_reached) < len(probes):
                 return probes
             if all(found.health is Health.WRONG for found in probes.values()):
                 raise UsageError(sentence)
@@ -223,32 +226,50 @@ class HttpBackend:
                 is_waiting = True
             await asyncio.sleep(_START_POLL_S)
 
-    def _note_models(self, listed: Sequence[tuple[ServedModel, ...] | None]) -> None:
-        known = {model.name: model for models in listed for model in models or ()}
-        may_serve_others = any(models is None for models in listed)
-        if known != {model.name: model for model in self._known} or may_serve_others != self._may_serve_others:
-            self._known, self._may_serve_others = tuple(known.values()), may_serve_others
-            self._among.clear()
+    def _note_servers(self, pool: ServerPool) -> None:
+        """As `_note_models`, of running servers: one that has died since it was asked still counts with its models."""
+        self._note_models(
+            {
+                server.name: Probe(Health.READY, models=server.models)
+                if server.was_reached
+                else Probe(Health.AWAY, server.last_problem)
+                for server in pool.servers
+            }
+        )
 
-    def _default_name(self) -> str | None:
-        return self.only_model if self._config.default_model is None else self._config.default_model
+    def _note_models(self, probes: Mapping[str, Probe]) -> None:
+        """Remember what the servers list. probes: by their base URLs."""
+        reached = {url: found for url, found in probes.items() if found.health is Health.READY}
+        self._lists_no_models = any(found.models is None for found in reached.values())
+        self._never_reached = tuple(
+            f"the server at {url} {found.reason}" for url, found in probes.items() if url not in reached
+        )
+        known = {model.name: model for found in reached.values() for model in found.models or ()}
+        self._known = tuple(known.values())
+        self._may_serve_others = self._lists_no_models or bool(self._never_reached)
 
-    def _servers_for(self, pool: ServerPool, request: EndpointRequest) -> tuple[Server, ...]:
+    def _default_name(self, pool: ServerPool) -> str:
+        """The model of a request that names none. Raises: BadRequest."""
+        if self._config.default_model is not None:
+            return self._config.default_model
+        self._note_servers(pool)  # one may have been reached meanwhile
+        name = self.only_model
+        if name is None:
+            raise model_missing(model.name for model in self._known)
+        return name
+
+    def _want(self, pool: ServerPool, request: EndpointRequest) -> Want:
         """The servers that may answer a request. Raises: NotFound, BadRequest."""
         if request.url not in ENDPOINTS:
             raise unknown_path(request.url, self._known)
         name = request.body.get("model")
         if name is None:
-            name = self._default_name()
-        known = self._among.get(name) if isinstance(name, str) else None
-        if known is not None:
-            return known
-        among = tuple(server for server in pool.servers if isinstance(name, str) and server.serves(name))
-        if not among or name is None:
+            name = self._default_name(pool)
+        among = pool.serving(name) if isinstance(name, str) else ()
+        if not among:
+            self._note_servers(pool)
             find_model(models_by_name(self._known), name)  # raises
-        if isinstance(name, str) and len(self._among) < _MAX_NAMES:
-            self._among[name] = among
-        return among
+        return Want(among=among, model=name, waits=kind_of(request.priority) > 0)
 
     def _opened(self) -> ServerPool:
         if self._pool is None:
@@ -260,9 +281,6 @@ class HttpBackend:
         self._prompt_tokens += prompt
         self._cached_tokens += cached
         self._output_tokens += output
-
-
-_MAX_NAMES = 10_000
 
 
 async def _probed(config: HttpConfig) -> Mapping[ServerAddress, Probe]:
@@ -290,8 +308,9 @@ def _server(address: ServerAddress, limits: ReplyLimits, max_limit: int, first_l
         last_problem=found.reason,
         unavailable_since=None if found.health is Health.READY else asyncio.get_running_loop().time(),
     )
-    server.take_models(found.models)
-    if server.is_dead:
+    if found.health is Health.READY:
+        server.take_models(found.models)
+    else:
         logger.warning("The server at %s %s.", server.name, found.reason)
     return server
 

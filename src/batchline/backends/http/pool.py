@@ -38,17 +38,21 @@ The longest one is what a server may stay idle that takes requests again, so it 
 REJECTIONS_OF_ALL = 5
 """So many rejections without an answer in between mean that the server took nothing at all for a while."""
 
+_MAX_NAMES = 10_000
+"""For how many models the servers that have them are remembered."""
+
 _LOOK_BEHIND = 32
 """How many requests that no server can take are passed by, so that others behind them can go first."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Want:
-    """A request's wish for a place. among: the servers that can answer it. prefix: see `Balancer.choose`. failed_at:
-    the servers where it has failed. waits: whether it waits for servers to come back, and for its turn to be tried
-    again. num_deaths: how many servers died while they had it."""
+    """A request's wish for a place. among: the servers that can answer it. model: the one that it names, or gets.
+    prefix: see `Balancer.choose`. failed_at: the servers where it has failed. waits: whether it waits for servers to
+    come back, and for its turn to be tried again. num_deaths: how many servers died while they had it."""
 
     among: tuple[Server, ...]
+    model: str | None = None
     prefix: object = None
     waits: bool = True
     failed_at: set[Server] = field(default_factory=set)
@@ -76,6 +80,7 @@ class ServerPool:
         self._balancer: Balancer[Server] = Balancer(list(servers))
         self._patience_s = patience_s
         self._lines: dict[tuple[Server, ...], deque[_Waiter]] = {}
+        self._among: dict[str, tuple[Server, ...]] = {}
         self._suspect: Want | None = None
         self._is_paused = False
         self.last_answer_at = 0.0
@@ -106,8 +111,18 @@ class ServerPool:
 
     # Places
 
+    def serving(self, model: str) -> tuple[Server, ...]:
+        """The servers that may answer requests to a model, as far as is known."""
+        among = self._among.get(model)
+        if among is None:
+            among = tuple(server for server in self.servers if server.serves(model))
+            if len(self._among) < _MAX_NAMES:
+                self._among[model] = among
+        return among
+
     async def place(self, want: Want) -> Server:
         """Wait for a place at a server; the caller gives it back. Raises: BackendUnavailable."""
+        self._update(want)
         self._refuse_hopeless(want)
         line = self._lines.get(want.among)
         if line is None:
@@ -136,6 +151,24 @@ class ServerPool:
         if self._suspect is want:
             self._suspect = None
         self._pump()
+
+    def _update(self, want: Want) -> None:
+        """The servers' models may have changed since the request came. If none has its model, one of them says so."""
+        if want.model is not None:
+            want.among = self.serving(want.model) or want.among
+
+    def _take_models(self, server: Server, found: Probe) -> None:
+        """Remember what a server lists now. Waiting requests to other models must not go to it."""
+        models = server.models if found.models is None else found.models
+        if server.was_reached and models == server.models:
+            return
+        server.take_models(models)
+        self._among.clear()
+        waiting = [waiter for line in self._lines.values() for waiter in line]
+        self._lines.clear()
+        for waiter in waiting:
+            self._update(waiter.want)
+            self._lines.setdefault(waiter.want.among, deque()).append(waiter)
 
     def _choose(self, want: Want) -> Server | None:
         if want.is_suspect and self._suspect is not None:
@@ -261,6 +294,7 @@ class ServerPool:
         finally:
             server.probing = None
         if found.health is Health.READY:
+            self._take_models(server, found)  # it may have been started again with another model
             return True
         self.unreachable(server, found.reason, is_final=found.health is Health.WRONG)
         return False
@@ -289,7 +323,7 @@ class ServerPool:
             server.last_problem = found.reason
         del self._revivals[server]
         logger.warning("The server at %s answers again.", server.name)
-        server.take_models(found.models if found.models is not None else server.models)
+        self._take_models(server, found)
         server.concurrency.restart()
         server.limit = server.concurrency.limit
         server.is_dead = False

@@ -52,15 +52,17 @@ class Probe:
 class Server(Member):
     """One server, as a member of the pool.
 
-    models: what it lists; None if it may serve any model. wrong: why it gets no requests for the rest of the run.
-    unavailable_since: when it began to answer nothing but refusals; None if its last request was answered.
-    probing: the probe in progress. idle_since: when it last had requests, or was probed.
+    models: what it lists; None if it may serve any model. was_reached: whether it could be asked; until then, `models`
+    is None. wrong: why it gets no requests for the rest of the run. unavailable_since: when it began to answer nothing
+    but refusals; None if its last request was answered. probing: the probe in progress. idle_since: when it last had
+    requests, or was probed.
     """
 
     address: ServerAddress
     client: HttpClient
     concurrency: AdaptiveLimit
     models: tuple[ServedModel, ...] | None = None
+    was_reached: bool = False
     wrong: str = ""
     unavailable_since: float | None = None
     last_problem: str = ""
@@ -78,6 +80,7 @@ class Server(Member):
 
     def take_models(self, models: tuple[ServedModel, ...] | None) -> None:
         """Remember what it lists."""
+        self.was_reached = True
         self.models = models
         self.names = frozenset(model.name for model in models or ())
 
