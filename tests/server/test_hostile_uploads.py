@@ -56,6 +56,14 @@ def test_a_form_that_cannot_be_read_is_a_400_that_says_why(
     assert contents_in(tmp_path) == []
 
 
+def test_a_boundary_that_the_parser_refuses_is_a_400_too(server: ThreadedServer, tmp_path: Path) -> None:
+    """The parser refuses a long boundary before it has read anything. That was a 500."""
+    headers = {"Content-Type": "multipart/form-data; boundary=" + "b" * 5000}
+    answer = httpx.post(f"{server.url}/v1/files", content=b"--b--\r\n", headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    assert contents_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("size", [1001, 3 << 20])
 def test_a_file_over_the_limit_names_the_limit_and_its_option(
     server: ThreadedServer, tmp_path: Path, size: int

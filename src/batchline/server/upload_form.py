@@ -48,9 +48,10 @@ async def receive_form(
     if not boundary:
         raise _invalid("its content type has no boundary")
     receiver = _Receiver(content, file_field, max_bytes)
-    parser = MultipartParser(boundary, receiver.callbacks())  # type: ignore[arg-type] # a typed dict with optional keys
     piece = bytearray()
     try:
+        # a typed dict with optional keys
+        parser = MultipartParser(boundary, receiver.callbacks())  # type: ignore[arg-type]
         async for part in read_parts(request, max_bytes + _AROUND_BYTES):
             piece += part
             if len(piece) >= PIECE_BYTES:
