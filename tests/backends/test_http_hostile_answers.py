@@ -91,6 +91,7 @@ def content(answer: Answer) -> str:
         ("raw {}", "invalid_answer", "without a result"),
         ('raw {"error": {"message": "Provider is away", "code": 502}}', "invalid_answer", "Provider is away"),
         ("raw " + "[" * 5000, "invalid_answer", "not with JSON"),
+        ('raw {"choices":' + "[" * 300 + "]" * 300 + "}", "invalid_answer", "nested more than 254 levels deep"),
     ],
 )
 async def test_a_bad_answer_becomes_an_error_of_that_request(

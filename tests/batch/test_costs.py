@@ -167,6 +167,16 @@ def test_a_limit_below_the_first_request_sends_nothing(tmp_path: Path, limited: 
     assert asked == []
 
 
+def test_a_line_nested_too_deeply_to_be_written_does_not_end_a_run_that_counts_costs(
+    tmp_path: Path, limited: Limited
+) -> None:
+    """The bound of its costs could not be computed, and the run ended with a TypeError."""
+    deep = orjson.dumps(chat_line("deep", max_tokens=8)).replace(b'"hello"', b"[" * 500 + b"]" * 500)
+    write_lines(tmp_path / "in", [deep, chat_line("a", "a b c", max_tokens=8)])
+    summary = limited(1.0)
+    assert (summary.failed, summary.cost_usd) == (1, pytest.approx(COST_OF_ONE))
+
+
 def test_failures_cost_nothing(tmp_path: Path, limited: Limited) -> None:
     write_lines(tmp_path / "in", [chat_line("a", "a b c", max_tokens=8), chat_line("b", model="fake2", max_tokens=8)])
     prices = Prices({"*": PRICE}, "prices.yaml")

@@ -216,19 +216,36 @@ def test_a_line_of_20_megabytes_and_json_nested_10000_deep_do_not_stop_the_run(t
     assert contents([small]) == {"small": "hello"}
 
 
-def test_a_line_nested_deeper_than_answers_can_be_written_is_one_failed_answer(tmp_path: Path, run_file: Run) -> None:
-    class EchoingBackend(FakeBackend):
-        async def answer(self, request: EndpointRequest) -> Answer:
-            return Answer(status_code=200, body=dict(request.body), request_id=request.request_id)
-
+def test_an_answer_nested_deeper_than_json_can_be_written_is_one_failed_answer(tmp_path: Path, run_file: Run) -> None:
     deep: Any = "x"
     for _ in range(500):
         deep = [deep]
-    raw = orjson.dumps(chat_line("deep")).replace(b'"hello"', b"[" * 500 + b"]" * 500)
-    run_file(write_lines(tmp_path / "in", [raw, chat_line("flat")]), tmp_path / "out", backend=EchoingBackend())
+
+    class DeepBackend(FakeBackend):
+        async def answer(self, request: EndpointRequest) -> Answer:
+            content = deep if request.body["messages"][0]["content"] == "deep" else "x"
+            return Answer(status_code=200, body={"content": content}, request_id=request.request_id)
+
+    path = write_lines(tmp_path / "in", [chat_line("deep", "deep"), chat_line("flat")])
+    run_file(path, tmp_path / "out", backend=DeepBackend())
     nested, flat = read_lines(tmp_path / "out")
     assert nested["response"]["status_code"] == 500
     assert flat["response"]["status_code"] == 200
+
+
+def test_a_line_nested_deeper_than_json_can_be_written_is_a_bad_line(tmp_path: Path, run_file: Run) -> None:
+    """JSON is read 1,024 levels deep, but only 254 can be written. Such lines got a 500 from other servers, and ended
+    runs that count costs or have a service answer."""
+
+    def nested(custom_id: str, depth: int) -> bytes:
+        return orjson.dumps(chat_line(custom_id)).replace(b'"hello"', b"[" * depth + b"]" * depth)
+
+    num_around = 4  # the line, its body, the messages, the message
+    lines = [nested("deep", 255 - num_around), nested("flat", 254 - num_around)]
+    run_file(write_lines(tmp_path / "in", lines), tmp_path / "out")
+    deep, flat = read_lines(tmp_path / "out")
+    assert (deep["custom_id"], deep["error"]["code"]) == ("deep", "invalid_json_line")
+    assert flat["response"] is not None
 
 
 def test_an_exception_in_the_backend_is_the_answer_of_its_line_alone(

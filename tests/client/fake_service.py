@@ -40,6 +40,7 @@ class FakeService:
     """Use as a context manager.
 
     keeps_metadata: whether batches show the metadata they were made with. lost: requests without any result.
+    bodies: the JSON of the answers to some requests.
     refused: requests that fail the validation, each with an error code. no_room: how many batches find no room.
     status: the end of every batch. drops_answer: the connection breaks after such a request was carried out.
     busy: how many requests get a 429 first, which
@@ -50,6 +51,7 @@ class FakeService:
         self.keeps_metadata = True
         self.lost: set[str] = set()
         self.failing: set[str] = set()
+        self.bodies: dict[str, str] = {}
         self.refused: dict[str, str] = {}
         self.no_room = 0
         self.status = "completed"
@@ -234,7 +236,10 @@ class FakeService:
             body = {"error": {"message": "Broken."}} if is_failure else _completion(request["body"])
             response = {"status_code": 500 if is_failure else 200, "request_id": "req_1", "body": body}
             result = {"id": f"batch_req_{custom_id}", "custom_id": custom_id, "response": response, "error": None}
-            (errors if is_failure else output).append(json.dumps(result).encode() + b"\n")
+            written = json.dumps(result)
+            if custom_id in self.bodies:
+                written = written.replace(json.dumps(body), self.bodies[custom_id])
+            (errors if is_failure else output).append(written.encode() + b"\n")
         for name, lines in (("output_file_id", output), ("error_file_id", errors)):
             if lines:
                 batch[name] = self._store({"purpose": "batch_output"}, "out.jsonl", b"".join(reversed(lines)))["id"]

@@ -48,6 +48,18 @@ def test_a_file_runs_in_parts_and_comes_back_in_order(
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
+def test_a_line_nested_too_deeply_to_be_written_is_answered_here(
+    service: FakeService, run_via: RunVia, tmp_path: Path
+) -> None:
+    """Its path is rewritten for the service, which failed, and the run ended with a TypeError."""
+    line = json.dumps(chat_line("deep") | {"url": "https://host/v1/chat/completions"})
+    deep = line.replace('"hello"', "[" * 500 + "]" * 500).encode()
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", [deep, chat_line("a")]), tmp_path / "out.jsonl")
+    refused, answered = read_lines(tmp_path / "out.jsonl")
+    assert (refused["custom_id"], refused["error"]["code"]) == ("deep", "invalid_json_line")
+    assert answered["response"]["status_code"] == 200
+
+
 def test_bad_lines_are_answered_here(service: FakeService, run_via: RunVia, tmp_path: Path) -> None:
     lines = [
         chat_line("a"),
@@ -118,6 +130,21 @@ def test_lost_and_failed_lines_have_errors(service: FakeService, run_via: RunVia
     assert summary.failures_by_code == {"500": 1, "result_missing": 1}
     assert len(read_lines(tmp_path / "out.jsonl")) == 6
     assert any("returned no result for 1 request" in warning for warning in reporter.warnings)
+
+
+def test_a_result_nested_too_deeply_to_be_written_is_an_error_of_its_lines(
+    service: FakeService, run_via: RunVia, tmp_path: Path
+) -> None:
+    """The line of an identical request gets a copy, which could not be written: the run ended with a TypeError."""
+    service.bodies = {"a": '{"choices":' + "[" * 500 + "]" * 500 + "}"}
+    lines = [chat_line("a", "same", temperature=0), chat_line("b", "same", temperature=0), chat_line("c")]
+    run_via(service.url, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl")
+    *deep, flat = read_lines(tmp_path / "out.jsonl")
+    assert [(line["custom_id"], line["error"]["code"]) for line in deep] == [
+        ("a", "invalid_answer"),
+        ("b", "invalid_answer"),
+    ]
+    assert flat["response"]["status_code"] == 200
 
 
 @pytest.mark.parametrize("status", ["expired", "cancelled"])

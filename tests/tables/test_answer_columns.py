@@ -125,6 +125,7 @@ def test_a_schema_s_properties_become_typed_columns(run_table: RunTable, tmp_pat
         (chat('{"n": "x"}'), 'invalid_answer: n is not a 64-bit integer: "x"'),
         (chat('{"n": 99999999999999999999}'), "invalid_answer: n is not a 64-bit integer: "),
         (chat('{"n": true}'), "invalid_answer: n is not a 64-bit integer: true"),
+        (chat('{"n": ' + "[" * 1020 + "]" * 1020 + "}"), "invalid_answer: The answer is nested too deeply."),
         (chat(None, refusal="no way"), "invalid_answer: The model refused: no way"),
         (chat('{"n": 1}', tool_calls=[{"id": "1"}]), "invalid_answer: The model called a tool, which a table has no"),
         (chat([{"type": "text", "text": "x"}]), "invalid_answer: The content of the answer is not text."),

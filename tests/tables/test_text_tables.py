@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,7 @@ def test_json_rows_become_columns_of_the_types_that_fit_all_rows(run_table: RunT
     [
         ('{"text":"a"}\n[1]\n', "line 2 is JSON, but not an object with the values of a row."),
         ('{"text":"a"}\n{"text":\n', "line 2 is not valid JSON: "),
+        ('{"text":"a"}\n{"text":"b","x":' + "[" * 300 + "]" * 300 + "}", "line 2 is nested too deeply: more than 254"),
         ('{"custom_id":"1","method":"POST","url":"/v1/chat/completions","body":{}}\n', "It is a batch file"),
     ],
 )
@@ -106,6 +108,17 @@ def test_lines_that_are_no_rows_are_refused(run_table: RunTable, tmp_path: Path,
     with pytest.raises(UsageError) as refused:
         run_table(tmp_path / "in.jsonl", tmp_path / "out.jsonl", prompt_column="text")
     assert sentence in str(refused.value)
+
+
+def test_messages_nested_too_deeply_are_an_error_of_their_row(run_table: RunTable, tmp_path: Path) -> None:
+    """The run ended with a RecursionError."""
+    deep = [{"role": "user", "content": "x", "deep": 1}]
+    cells = [json.dumps(deep).replace("1", "[" * 600 + "]" * 600), json.dumps(deep)]
+    pq.write_table(pa.table({"chat": cells}), tmp_path / "in.parquet")
+    run_table(tmp_path / "in.parquet", tmp_path / "out.parquet", messages_column="chat")
+    deep_error, flat_error = pq.read_table(tmp_path / "out.parquet").column("error").to_pylist()
+    assert deep_error == "invalid_row: The column 'chat' is nested too deeply: more than 254 levels."
+    assert flat_error is None
 
 
 def test_tables_without_rows_give_tables_without_rows(run_table: RunTable, tmp_path: Path) -> None:

@@ -313,7 +313,7 @@ class _CheckPass:
         report = self.report
         value: object = None
         try:
-            value = lines.load_json(raw)
+            value = lines.load_request(raw)
             if report.unnamed_line is None and not lines.names_model(value):
                 report.unnamed_line = line_number
             custom_id, url, body = lines.check_fields(value, self._default_model)

@@ -19,6 +19,7 @@ import orjson
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest
 from batchline.errors import LineError, misspelling
 from batchline.openai_api.endpoint_table import CHAT, ENDPOINTS, MESSAGES, path_here
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 
 MAX_LINE_BYTES = 256 * 1024 * 1024
 """A longer line gets an error, and is never in memory as a whole."""
@@ -56,7 +57,16 @@ class BatchLine:
 
 def parse_line(raw: bytes, default_model: str | None = None) -> BatchLine:
     """The batch line in `raw`. default_model: as in `check_fields`. Raises: LineError."""
-    return BatchLine(*check_fields(load_json(raw), default_model))
+    return BatchLine(*check_fields(load_request(raw), default_model))
+
+
+def load_request(raw: bytes) -> object:
+    """As `load_json`, for a line whose request may have to be written again. Raises: LineError, also for JSON that is
+    nested too deeply for that."""
+    value = load_json(raw)
+    if not can_write_again(raw, value):
+        raise LineError("invalid_json_line", f"This line is nested too deeply: more than {WRITABLE_DEPTH} levels.")
+    return value
 
 
 def load_json(raw: bytes) -> object:

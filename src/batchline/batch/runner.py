@@ -38,6 +38,7 @@ from batchline.errors import (
     request_error,
 )
 from batchline.openai_api.endpoint_table import error_body, is_batch_url
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +255,8 @@ def _checked(answer: Answer, request_id: str) -> tuple[Answer, bytes]:
     if isinstance(body, bytes):
         if answer.values is None:
             answer = replace(answer, body=answer.parsed_body())
+        if not can_write_again(body, answer.body if answer.values is None else answer.values):
+            raise InvalidAnswer(f"its body is nested more than {WRITABLE_DEPTH} levels deep")
         body = body.replace(b"\n", b" ").replace(b"\r", b" ")  # white space: JSON has neither inside strings
     elif isinstance(body, Mapping | list | str):
         body = lines.encode_body(body)

@@ -16,12 +16,13 @@ from batchline.backends.base import Answer
 from batchline.batch import lines
 from batchline.batch.bulk import BulkWork
 from batchline.batch.failures import ResultWriter
-from batchline.batch.journal import Outcome
+from batchline.batch.journal import INVALID_ANSWER, Outcome
 from batchline.batch.plan import WorkItem
 from batchline.batch.result_files import plain_code, status_of, usage_in
 from batchline.batch.runner import copied
 from batchline.client.objects import BatchError
 from batchline.errors import LineError, RunFailed
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 
 
 class PartWriter:
@@ -66,6 +67,10 @@ class PartWriter:
             self.num_unknown += 1
             return
         self.num_answers += 1
+        if not can_write_again(raw, value):
+            problem = f"The service's result is nested too deeply: more than {WRITABLE_DEPTH} levels."
+            write_error(self._work, self._writer, item, LineError(INVALID_ANSWER, problem))
+            return
         usage = usage_in(value)
         problem_of, error = self._work.problem_of, None
         if problem_of is not None and status.startswith("2"):

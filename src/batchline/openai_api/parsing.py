@@ -26,6 +26,7 @@ from functools import cache
 from itertools import chain, islice
 from typing import Annotated, Any, TypeVar
 
+import orjson
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
@@ -52,6 +53,9 @@ ONLY_ONCE = {"is_only_once": True}
 
 MAX_FIELDS = 256
 """Limit on the fields of a body: more than twice as many as any endpoint knows."""
+
+WRITABLE_DEPTH = 254
+"""How deeply `orjson` can write nested JSON. It reads deeper JSON."""
 
 _SMALL = 4096
 """Values and hundreds of characters of a body that is checked faster than a thread wakes up."""
@@ -443,3 +447,14 @@ def is_small(value: Any) -> bool:
                 return False
             waiting.extend(value.values() if isinstance(value, dict) else value)
     return budget > 0
+
+
+def can_write_again(raw: bytes, value: object) -> bool:
+    """Whether JSON that was read is not nested too deeply to be written. value: what `raw` holds."""
+    if raw.count(b"{") + raw.count(b"[") <= WRITABLE_DEPTH:
+        return True
+    try:
+        orjson.dumps(value)
+    except TypeError:
+        return False
+    return True

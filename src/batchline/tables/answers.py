@@ -159,7 +159,10 @@ class AnswerColumns:
             raise WrongType(f"The answer is not JSON.{hint}") from exc
         if not isinstance(value, dict):
             raise WrongType("The answer is JSON, but not an object.")
-        return {column: kind.value(value.get(name), name) for column, (name, kind) in self._typed.items()}
+        try:
+            return {column: kind.value(value.get(name), name) for column, (name, kind) in self._typed.items()}
+        except RecursionError as exc:
+            raise WrongType("The answer is nested too deeply.") from exc
 
     def _vector(self, body: Mapping[str, Any]) -> list[float]:
         vector = vector_in(body)

@@ -14,6 +14,7 @@ import orjson
 from batchline.batch.lines import refused_line
 from batchline.errors import LineError, UsageError
 from batchline.openai_api.endpoint_table import CHAT, EMBEDDINGS
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 from batchline.tables.rows import Block, Row
 from batchline.tables.templates import RowTemplate, refuse_missing_column, row_error
 
@@ -197,10 +198,13 @@ def _text_of(row: Row, column: str) -> str:
 def _messages_of(value: Any, column: str) -> list[Any]:
     """The messages in a cell: a list of structs, or JSON. Raises: LineError."""
     if isinstance(value, str) and value.strip():
+        text = value
         try:
-            value = orjson.loads(value)
+            value = orjson.loads(text)
         except orjson.JSONDecodeError as exc:
             raise row_error(f"The column {column!r} is not JSON: {exc.msg} at column {exc.colno}.") from exc
+        if not can_write_again(text.encode(), value):
+            raise row_error(f"The column {column!r} is nested too deeply: more than {WRITABLE_DEPTH} levels.")
     if value is None or value == "" or value == []:
         raise row_error(f"The column {column!r} is empty.")
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):

@@ -21,6 +21,7 @@ import orjson
 from batchline.batch.check import file_digest
 from batchline.batch.file_format import foreign_encoding
 from batchline.errors import UsageError, counted
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 from batchline.tables.rows import BLOCK_ROWS, Block, Row, Table, TableDamaged
 
 _BLOCK_CHARS = 8 << 20
@@ -266,6 +267,8 @@ def _one_type(name: str) -> Iterator[None]:
 def _object(text: bytes, line_number: int) -> Row:
     try:
         value = orjson.loads(text)
+        if not can_write_again(text, value):
+            raise TableDamaged(f"line {line_number:,} is nested too deeply: more than {WRITABLE_DEPTH} levels.")
         if _LONG_INTEGER.search(text):  # orjson makes floats of integers beyond 64 bits
             value = json.loads(text, parse_int=_integer_or_text)
     except orjson.JSONDecodeError as exc:

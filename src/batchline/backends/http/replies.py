@@ -7,6 +7,7 @@ becomes an error. An error of a server stays as it is if it is in OpenAI's forma
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,6 +27,7 @@ from batchline.openai_api.endpoint_table import (
     TRANSLATIONS,
     error_body,
 )
+from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 from batchline.printable import printable
 
 MAX_EXCERPT_CHARS = 200
@@ -74,6 +76,8 @@ def answer_of(reply: Reply, url: str, request_id: str) -> Answer:
         raise InvalidReply(f"answers with HTTP {reply.status}, but not with JSON{_excerpt(reply)}") from None
     if not isinstance(values, dict if url in _OBJECTS else dict | list):
         raise InvalidReply(f"answers with JSON that is not an object{_excerpt(reply)}")
+    if not can_write_again(reply.body, values):
+        raise InvalidReply(f"answers with JSON that is nested more than {WRITABLE_DEPTH} levels deep")
     if isinstance(values, dict) and (not values or (values.get("error") and _RESULTS.isdisjoint(values))):
         told = _found_message(values)  # some gateways report the errors of others in this way
         raise InvalidReply(f"answers with HTTP {reply.status}, but without a result" + (f": {told}" if told else ""))
@@ -108,7 +112,8 @@ def _error_answer(reply: Reply, url: str, request_id: str) -> Answer:
     """The error as it came, if its format is OpenAI's (or Anthropic's, which has the same fields)."""
     values = _values_of(reply)
     error = values.get("error") if isinstance(values, dict) else None
-    if isinstance(error, dict) and isinstance(error.get("message"), str):
+    is_openais = isinstance(error, dict) and isinstance(error.get("message"), str)
+    if is_openais and can_write_again(reply.body, values):
         return Answer(status_code=reply.status, body=reply.body, request_id=request_id, values=values)
     found = values if isinstance(values, dict) else {}
     if isinstance(error, dict):
@@ -142,7 +147,8 @@ def _found_message(values: Any) -> str:
     candidates += [values.get("message"), values.get("detail"), values.get("errors")]
     for found in candidates:
         if isinstance(found, list | dict) and found:
-            found = orjson.dumps(found).decode()
+            with suppress(TypeError):  # nested too deeply to be written
+                found = orjson.dumps(found).decode()
         if isinstance(found, str) and found.strip():
             return printable(" ".join(found.split())[:2000])
     return ""
