@@ -10,6 +10,7 @@ from batch_files import RecordingReporter, chat_line, contents, read_lines, writ
 from fake_service import FakeService, RunVia
 
 from batchline.batch.options import Limits, Retry
+from batchline.batch.result_files import status_of
 from batchline.batch.stopping import Stop
 from batchline.errors import ResumeRefused, RunFailed, RunInterrupted
 
@@ -170,6 +171,17 @@ def test_lines_that_the_service_refuses_do_not_keep_the_others_from_running(
     }
     assert contents(results) == {name: text for name, text in TEXTS.items() if name != "r1"}
     assert sorted(service.paid) == sorted(TEXTS.keys() - {"r1"})
+
+
+def test_an_error_code_that_is_a_number_is_no_http_status(
+    service: FakeService, run_via: RunVia, batch: Path, tmp_path: Path
+) -> None:
+    """A line whose error had the code 20012 counted as answered with success, and was never retried."""
+    service.refused = {"r1": "20012"}
+    summary = run_via(service.url, batch, tmp_path / "out.jsonl", error_file=tmp_path / "errors")
+    assert summary.failures_by_code == {"error_20012": 1}
+    assert [line["custom_id"] for line in read_lines(tmp_path / "errors")] == ["r1"]
+    assert status_of({"response": None, "error": {"code": "20012"}}) == "error_20012"
 
 
 def test_a_batch_that_fails_as_a_whole_gives_its_lines_errors(

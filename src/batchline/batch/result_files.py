@@ -56,8 +56,10 @@ def is_of_duplicate_line(result: Any) -> bool:
 
 
 def plain_code(code: str | None) -> str:
-    """An error code of another program in a form that the journal can keep."""
-    return _NOT_IN_A_CODE.sub("_", code or "")[:100] or "batch_failed"
+    """An error code of another program in a form that the journal can keep. Some programs have numbers as codes, which
+    the journal would take for HTTP statuses."""
+    plain = _NOT_IN_A_CODE.sub("_", code or "")[:100] or "batch_failed"
+    return f"error_{plain}" if plain[0].isdigit() else plain
 
 
 def status_of(result: Mapping[str, Any]) -> str | None:
