@@ -24,6 +24,7 @@ from batchline.errors import RunFailed, UsageError
 from batchline.testing import FakeBackend
 
 CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 PRICE = ModelPrice(input=10.0, output=1000.0)
 """So that the fake's answers, of some words, cost cents."""
 
@@ -85,10 +86,24 @@ def bound(**body: Any) -> float:
         ({"max_completion_tokens": 7, "n": 3}, 21),
         ({}, 77),
         ({"n": 2}, 154),
+        ({"max_tokens": 5.0, "n": 3.0}, 15),
+        ({"max_tokens": "5", "n": "3"}, 15),
+        ({"max_tokens": "many"}, 77),
+        ({"max_tokens": 1e300, "n": 1e300}, 2**106),
     ],
 )
 def test_the_bound_of_the_output_is_the_limit_of_every_choice(fields: dict[str, Any], output_tokens: int) -> None:
     assert bound(**fields) == pytest.approx(output_tokens)
+
+
+def test_the_bound_of_a_completion_with_an_odd_limit_is_not_the_default_limit() -> None:
+    """Its limit was taken for 16 tokens, but servers read 4096.0 and "4096" as 4096: a run could exceed --max-cost."""
+    price = ModelPrice(input=0.0, output=1_000_000.0, max_output_tokens=77)
+    bounds = [
+        price.bound(COMPLETIONS, {"prompt": "hi", "max_tokens": limit}, b"")
+        for limit in (4096, 4096.0, "4096", "x", None)
+    ]
+    assert bounds == pytest.approx([4096, 4096, 4096, 77, 16])
 
 
 def test_the_bound_of_the_prompt_covers_one_token_per_byte_and_media_by_url() -> None:

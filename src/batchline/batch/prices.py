@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from batchline.batch.request_traits import output_limit
+from batchline.batch.request_traits import output_limit, whole_number
 from batchline.errors import UsageError
 from batchline.openai_api.endpoint_table import generates
 
@@ -71,7 +71,7 @@ class ModelPrice:
 
 
 def _num_choices(body: Mapping[str, Any]) -> int:
-    numbers = [value for name in ("n", "best_of") if type(value := body.get(name)) is int and value > 0]
+    numbers = [whole_number(body.get(name)) or 1 for name in ("n", "best_of")]
     prompts = body.get("prompt")
     num_prompts = len(prompts) if isinstance(prompts, list) and prompts and not isinstance(prompts[0], int) else 1
     return max([1, *numbers]) * num_prompts

@@ -19,6 +19,8 @@ NOT_DEDUPLICABLE = bytes(16)
 MAX_LIMIT = 2**53
 """Larger limits count as this one, so that sums of them can be written as JSON."""
 
+_MAX_DIGITS = 20
+
 _LEADING_FIELDS = ("tools", "instructions", "system")
 _PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
 MAX_DECODE = 2**31
@@ -95,11 +97,23 @@ def expected_decode(url: str, body: dict[str, Any]) -> int | None:
 
 
 def output_limit(url: str, body: dict[str, Any]) -> int | None:
-    """The most output tokens that a generating request asks for; None means as many as fit the context."""
+    """The most output tokens that a generating request asks for; None means as many as fit the context, or that nobody
+    knows: the field has a value that is no number."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
-    if isinstance(limit, int) and limit > 0:
-        return min(limit, MAX_LIMIT)
-    return ENDPOINTS[url].default_max_tokens
+    if not limit:
+        return ENDPOINTS[url].default_max_tokens
+    number = whole_number(limit)
+    return number if number is not None and number > 0 else None
+
+
+def whole_number(value: Any) -> int | None:
+    """The integer, `MAX_LIMIT` at most, that servers read in a field: 4, and also 4.0 (tables store integers as floats)
+    or "4". None if it is no number."""
+    if isinstance(value, str):
+        is_number = len(value) <= _MAX_DIGITS and value.isascii() and value.isdecimal()
+    else:
+        is_number = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return min(int(value), MAX_LIMIT) if is_number else None
 
 
 def is_deterministic(url: str, body: dict[str, Any]) -> bool:
