@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import psycopg
@@ -159,3 +161,18 @@ def test_an_outage_is_logged_without_tracebacks(
         log_failure(logging.getLogger("batchline.test"), "no %s", "luck")
     (record,) = caplog.records
     assert (record.getMessage(), record.levelname, bool(record.exc_info)) == ("no luck", "ERROR", has_traceback)
+
+
+def test_opening_and_closing_a_database_is_not_logged(tmp_path: Path) -> None:
+    """Bug: `serve` logged "Pool disposed. Pool size: 10 ..." twice when it stopped."""
+    code = """
+        import logging, sys
+        logging.basicConfig(level="INFO", format="%(name)s: %(message)s", force=True)
+        from batchline.jobs.store import Store
+        store = Store(sys.argv[1])
+        store.line()
+        store.close()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code), f"sqlite:///{tmp_path / 'jobs.db'}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stderr == ""

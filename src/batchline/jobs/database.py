@@ -154,6 +154,10 @@ class _Pool(QueuePool):
             raise StorageUnavailable("all connections are in use") from exc
 
 
+# SQLAlchemy logs a pool's life under the name of its class, which here is below ours, at INFO
+logging.getLogger(f"{__name__}.{_Pool.__name__}").setLevel(logging.WARNING)
+
+
 def _translate(context: ExceptionContext) -> None:
     """Raises: StorageUnavailable if the database is away, overloaded, read-only or out of space."""
     error = context.original_exception
