@@ -84,6 +84,79 @@ async def test_an_owner_with_many_runs_gets_no_more_than_one_with_a_single_run()
         share.close()
 
 
+class Burst:
+    """Runs as the runner makes them, with one request at a time that waits for a place. All requests that run end at
+    once."""
+
+    def __init__(self) -> None:
+        self._end = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self, share: Share, num_workers: int) -> None:
+        """A run's workers."""
+        taking = asyncio.Lock()
+        self._tasks += [asyncio.create_task(self._work(share, taking)) for _ in range(num_workers)]
+        await turn()
+
+    async def _work(self, share: Share, taking: asyncio.Lock) -> None:
+        while True:
+            async with taking:
+                if not await share.take(1):
+                    return
+            await self._end.wait()
+            share.give_back(1)
+
+    async def rounds(self, count: int) -> None:
+        """Let all requests that run end, so many times."""
+        for _ in range(count):
+            self._end.set()
+            self._end = asyncio.Event()
+            for _ in range(40):
+                await turn()
+
+    async def close(self, *shares: Share) -> None:
+        """End everything."""
+        for share in shares:
+            share.close()
+        self._end.set()
+        await asyncio.gather(*self._tasks)
+
+
+async def test_owners_have_as_many_requests_even_if_all_of_them_end_at_once() -> None:
+    """Bug: each run got one of the free places in turn, so an owner with three runs had three times as many requests as
+    an owner with one run."""
+    capacity, burst = Capacity(16), Burst()
+    many, single = [capacity.share(Claim("a")) for _ in range(3)], capacity.share(Claim("b"))
+    for share in (*many, single):
+        await burst.start(share, 30)
+    for _ in range(3):
+        await burst.rounds(1)
+        assert (sum(share.num_held for share in many), single.num_held) == (8, 8)
+    await burst.close(*many, single)
+
+
+async def test_a_run_in_danger_comes_first_even_if_all_requests_end_at_once() -> None:
+    """Bug: after each place of the run in danger, every other run got one, too."""
+    capacity, burst = Capacity(16), Burst()
+    calm, urgent = [capacity.share() for _ in range(3)], capacity.share(Claim(due_at=50.0))
+    for share in (*calm, urgent):
+        await burst.start(share, 30)
+    await burst.rounds(2)
+    assert (sum(share.num_held for share in calm), urgent.num_held) == (2, 14)
+    await burst.close(*calm, urgent)
+
+
+async def test_a_run_without_further_requests_delays_no_other_run() -> None:
+    capacity, burst = Capacity(16), Burst()
+    many, few = [capacity.share(Claim("a")) for _ in range(2)], capacity.share(Claim("b"))
+    for share in many:
+        await burst.start(share, 30)
+    await burst.start(few, 3)
+    await burst.rounds(2)
+    assert (sum(share.num_held for share in many), few.num_held) == (13, 3)
+    await burst.close(*many, few)
+
+
 async def test_a_run_in_danger_gets_all_places_but_a_small_part_for_the_others() -> None:
     capacity = Capacity(16)
     calm, urgent, sooner = (capacity.share(Claim(owner)) for owner in "abc")

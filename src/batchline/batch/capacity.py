@@ -3,6 +3,9 @@
 The next free place goes to the owner with the fewest requests in flight, and there to the run with the fewest, so
 neither an owner nor a run starves. Runs that may miss their time limit come first, in the order of these limits, and
 leave a small part of the places to the others. All runs that share a capacity are on one event loop.
+
+A run asks for one place at a time. Many places may become free at once: then a run that has just got one, and whose
+turn it would be again, gets the time to ask for the next one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,10 @@ exceed it."""
 PART_OF_OTHERS = 8
 """One of this many places is for runs that are not late, so that nobody can stop all other work by requesting short
 times. The others are enough for the engine, which shares its seats evenly, to give most of them to the urgent run."""
+
+NUM_TURNS = 3
+"""So many turns of the event loop after a run has got a place, it asks for the next one, unless it has no more
+requests: one turn until its request runs, one until the next request is ready, and one in reserve."""
 
 
 @dataclass(slots=True)
@@ -43,6 +50,7 @@ class Capacity:
         self._num_bytes = MAX_INFLIGHT_BYTES if num_bytes is None else num_bytes
         self._num_grants = 0
         self._shares: list[Share] = []
+        self._is_pausing = False
 
     def share(self, claim: Claim | None = None, *, is_exclusive: bool = False) -> Share:
         """The share of one more run. is_exclusive: while one of its requests is in flight, no other request is."""
@@ -54,15 +62,31 @@ class Capacity:
         """Give the free places to waiting requests. Smaller requests do not overtake one that needs much room. To be
         called when a share has changed."""
         self._shares = [share for share in self._shares if not share.is_over]
-        while waiting := [share for share in self._shares if share.is_waiting()]:
-            share = self._next(waiting)
-            used_places = sum(share.num_held * share.places_per_request for share in self._shares)
-            used_bytes = sum(share.held_bytes for share in self._shares)
-            has_places = used_places + share.places_per_request <= self.num_places
-            has_bytes = not used_bytes or used_bytes + share.next_bytes <= self._num_bytes
-            if not (has_places and has_bytes):
+        while not self._is_pausing and any(share.is_waiting() for share in self._shares):
+            share = self._next([share for share in self._shares if share.is_waiting() or share.may_ask])
+            if not self._has_room(share):
+                return
+            if not share.is_waiting():
+                self._pause(NUM_TURNS)
                 return
             share.admit(self.next_grant())
+
+    def _has_room(self, share: Share) -> bool:
+        """Whether there is a place for the share's next request."""
+        used_places = sum(share.num_held * share.places_per_request for share in self._shares)
+        used_bytes = sum(share.held_bytes for share in self._shares)
+        has_bytes = not used_bytes or used_bytes + share.next_bytes <= self._num_bytes
+        return has_bytes and used_places + share.places_per_request <= self.num_places
+
+    def _pause(self, num_turns: int) -> None:
+        """Grant nothing for so many turns of the event loop. Then no other share waits for one that has not asked."""
+        self._is_pausing = num_turns > 0
+        if self._is_pausing:
+            asyncio.get_running_loop().call_soon(self._pause, num_turns - 1)
+            return
+        for share in self._shares:
+            share.may_ask = False
+        self.grant()
 
     def grant_freed(self) -> None:
         """`grant` after a request has ended, which has nothing to do if no request waits."""
@@ -70,10 +94,10 @@ class Capacity:
             self.grant()
 
     def admits(self, num_bytes: int, num_places: int) -> bool:
-        """Whether there is room for a request, and no other one waits."""
+        """Whether there is room for a request, and no other one waits or is about to."""
         used_places = used_bytes = 0
         for share in self._shares:
-            if share.is_waiting():
+            if share.is_waiting() or share.may_ask:
                 return False
             used_places += share.num_held * share.places_per_request
             used_bytes += share.held_bytes
@@ -99,7 +123,8 @@ class Capacity:
 
 
 class Share:
-    """One run's part of a capacity. num_held: its requests in flight. held_bytes: of their lines."""
+    """One run's part of a capacity. num_held: its requests in flight. held_bytes: of their lines. may_ask: whether it
+    has just got a place, and may be about to ask for the next one."""
 
     def __init__(self, capacity: Capacity, places_per_request: int, claim: Claim) -> None:
         self.claim = claim
@@ -107,6 +132,7 @@ class Share:
         self.num_held = 0
         self.held_bytes = 0
         self.last_grant = 0
+        self.may_ask = False
         self._capacity = capacity
         self._waiting: deque[tuple[int, asyncio.Future[bool]]] = deque()
         self._is_closed = False
@@ -119,8 +145,8 @@ class Share:
 
     @property
     def next_bytes(self) -> int:
-        """The length of the request that has waited longest."""
-        return self._waiting[0][0]
+        """The length of the request that has waited longest; 0 if none waits."""
+        return self._waiting[0][0] if self._waiting else 0
 
     @property
     def is_over(self) -> bool:
@@ -131,6 +157,7 @@ class Share:
         """Wait for a place for a request. Returns whether it got one, which is False once the share is closed."""
         if self._is_closed:
             return False
+        self.may_ask = False
         if self._capacity.admits(num_bytes, self.places_per_request):
             self._hold(num_bytes, self._capacity.next_grant())
             return True
@@ -155,6 +182,7 @@ class Share:
         self.num_held += 1
         self.held_bytes += num_bytes
         self.last_grant = number
+        self.may_ask = True
 
     def give_back(self, num_bytes: int) -> None:
         """Free the place of a request."""
@@ -165,6 +193,7 @@ class Share:
     def close(self) -> None:
         """Take no more places; requests that wait get none. Idempotent."""
         self._is_closed = True
+        self.may_ask = False
         while self.is_waiting():
             self._waiting.popleft()[1].set_result(False)
         self._capacity.grant()
