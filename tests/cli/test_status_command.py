@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone, tzinfo
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,12 @@ def test_running_interrupted_and_finished_runs_are_shown(command: Command, known
     assert "3 h ago\nSaved in   /data/other.jsonl.partial\n" in text
     assert text.splitlines()[-1].startswith("old.jsonl: finished ")
     assert text.endswith(", 500 requests\n")
+
+
+def test_failures_without_known_codes_are_only_counted(command: Command, known: Any) -> None:
+    """Bug: a run at a service showed "3 failed ()", because services count failures before they say why."""
+    known([replace(RUNNING, failures_by_code={})])
+    assert "Progress   1,234 of 10,000 (12%), 3 failed\n" in command()[1]
 
 
 @pytest.mark.parametrize("width", [60, 80])

@@ -156,9 +156,11 @@ def _rates(run: KnownRun) -> Iterator[str]:
 
 
 def _failed(run: KnownRun) -> str:
-    """`, 3 failed (2 x 400, 1 x 500)`, the most frequent codes first."""
+    """`, 3 failed (2 x 400, 1 x 500)`, the most frequent codes first. A service counts failures before it says why."""
     if not run.failed:
         return ""
+    if not run.failures_by_code:
+        return f", {run.failed:,} failed"
     codes = sorted(run.failures_by_code.items(), key=lambda item: (-item[1], item[0]))
     shown = [f"{count:,} x {code}" for code, count in codes[:_MAX_CODES]]
     return f", {run.failed:,} failed ({', '.join([*shown, *(['...'] if len(codes) > _MAX_CODES else [])])})"
