@@ -6,14 +6,33 @@ from batchline.batch import figures
 from batchline.batch.history import Distribution, Sample
 
 
-def test_plots_begin_at_the_start() -> None:
-    samples = [
-        Sample(at=100 + second, done=second, failed=0, prompt_tokens=0, output_tokens=2 * second) for second in range(5)
+def samples_with(prompt_tokens: int, output_tokens: int) -> list[Sample]:
+    """Five seconds with a request and so many tokens in each."""
+    return [
+        Sample(
+            at=100 + second,
+            done=second,
+            failed=0,
+            prompt_tokens=prompt_tokens * second,
+            output_tokens=output_tokens * second,
+        )
+        for second in range(5)
     ]
+
+
+def test_plots_begin_at_the_start() -> None:
+    samples = samples_with(prompt_tokens=1, output_tokens=2)
     plots = dict(figures.throughput_plots(samples))
     assert list(plots) == ["Requests per second", "Prompt tokens per second", "Output tokens per second"]
     assert 'aria-label="Output tokens per second: 2 at the end, 2 at most"' in plots["Output tokens per second"]
     assert figures.throughput_plots(samples[:1]) == []
+
+
+def test_tokens_that_nobody_counts_have_no_plot() -> None:
+    """Bug: the report of a run at a service had plots with zero tokens per second, whatever the service computed."""
+    assert list(dict(figures.throughput_plots(samples_with(0, 0)))) == ["Requests per second"]
+    embeddings = dict(figures.throughput_plots(samples_with(7, 0)))
+    assert list(embeddings) == ["Requests per second", "Prompt tokens per second"]
 
 
 def test_failures_are_grouped_by_code() -> None:

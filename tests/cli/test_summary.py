@@ -90,6 +90,14 @@ def test_the_summary_tells_rates_times_savings_and_why_lines_failed() -> None:
     assert "\n  7 x 400: Too long (lines 1, 2, 3, 4, 5, ...)\n  1 x invalid_url: without a message (line 9)" in text
 
 
+def test_the_summary_leaves_out_rates_of_tokens_that_are_zero() -> None:
+    """Bug: of a run at a service, it said `0 prompt tokens/s`, because the tokens were counted at its end."""
+    summary = RunSummary(
+        requests=3, succeeded=3, failed=0, run_time_s=3, requests_per_s=1, prompt_tokens=30, output_tokens=6
+    )
+    assert "Rates          1.0 requests/s" in summary_lines(summary)
+
+
 def test_the_summary_of_transcriptions_tells_seconds_of_audio_instead_of_tokens() -> None:
     """It said `Prompt tokens  0` and `0 output tokens/s`, and nothing about the recordings."""
     summary = RunSummary(

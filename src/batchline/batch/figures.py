@@ -86,7 +86,10 @@ def plots_of(history: History) -> list[tuple[str, str]]:
 
 
 def throughput_plots(samples: list[Sample]) -> list[tuple[str, str]]:
-    """Titles and SVGs: what a run did over time. Empty before there is anything to see."""
+    """Titles and SVGs: what a run did over time. Empty before there is anything to see.
+
+    Without tokens that are not counted while a run lasts, such as those at a service.
+    """
     rates = rates_over_time(samples)
     if not rates:
         return []
@@ -101,6 +104,7 @@ def throughput_plots(samples: list[Sample]) -> list[tuple[str, str]]:
     return [
         (title, line_plot(list(zip(times, [values[0], *values], strict=True)), title))
         for title, values in numbers.items()
+        if any(values) or not any(rate.requests_per_s for rate in rates)
     ]
 
 

@@ -61,8 +61,9 @@ def _work_lines(summary: RunSummary) -> list[str]:
     lines = []
     if summary.run_time_s:
         rates = f"Rates          {summary.requests_per_s:,.1f} requests/s"
-        if _has_tokens(summary):
+        if summary.prompt_tokens_per_s:
             rates += f", {summary.prompt_tokens_per_s:,.0f} prompt tokens/s"
+        if summary.output_tokens_per_s:
             rates += f", {summary.output_tokens_per_s:,.0f} output tokens/s"
         lines.append(rates)
     saved = {"the prefix cache": summary.cached_tokens, "running identical requests once": summary.deduplicated_tokens}
