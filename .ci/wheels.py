@@ -1,6 +1,6 @@
 """Build the source distribution and a wheel with the native kernels inside (`make wheels`).
 
-The kernels are called through ctypes, so one wheel serves every Python 3.10 and later on its platform. `auditwheel`
+The kernels are called through ctypes, so one wheel serves every Python 3.11 and later on its platform. `auditwheel`
 gives it the oldest manylinux tag that its library allows: build on an old distribution to reach old machines.
 """
 

@@ -10,7 +10,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Results:
 
     def put(self, name: str, figures: Figures) -> None:
         """Take a part's figures, instead of earlier ones."""
-        today = datetime.now(timezone.utc).date().isoformat()
+        today = datetime.now(UTC).date().isoformat()
         self._parts[name] = {"machine": _machine(), "date": today, "figures": dict(figures)}
 
     def write(self) -> None:

@@ -9,6 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import kubernetes_validate
 import pytest
 import typer
 import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from batchline.cli.main import app, exit_code
 from batchline.errors import UsageError
@@ -200,6 +204,18 @@ def test_the_systemd_unit_does_not_hide_gpus() -> None:
 
 def test_the_systemd_unit_does_not_start_a_wrong_configuration_again_and_again() -> None:
     assert service()["RestartPreventExitStatus"] == str(exit_code(UsageError("wrong")))
+
+
+def test_the_required_python_is_one_for_which_every_required_package_exists() -> None:
+    """Python 3.10 was allowed, and no version of transformers or FastAPI that Batchline can use runs on it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lowest = project["requires-python"].removeprefix(">=")
+    needs = {name: metadata.metadata(name)["Requires-Python"] for name in map(package, project["dependencies"])}
+    assert [name for name, versions in needs.items() if lowest not in SpecifierSet(versions or "")] == []
+
+
+def package(requirement: str) -> str:
+    return Requirement(requirement).name
 
 
 def test_the_source_distribution_holds_every_tracked_file(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_every_exception_of_ray_becomes_one_of_ours(kind: type[Exception]) -> No
         (ray_exceptions.ObjectStoreFullError("full"), "full", False),
         (ray_exceptions.GetTimeoutError("slow"), "too long", True),
         (ray_exceptions.WorkerCrashedError(), "The worker died", True),
-        (asyncio.TimeoutError(), "It has stopped answering.", True),
+        (TimeoutError(), "It has stopped answering.", True),
     ],
 )
 def test_what_may_be_a_requests_fault(exc: BaseException, text: str, is_suspicious: bool) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +166,7 @@ def test_a_run_without_a_record_is_known_by_its_journal(batch: Path, tmp_path: P
 
 
 def record(tmp_path: Path, **values: Any) -> RunRecord:
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     known: dict[str, Any] = {
         "pid": os.getpid(),
         "process_started_at": 0.0,
@@ -199,7 +199,7 @@ def test_a_reused_process_id_is_not_taken_for_the_run(tmp_path: Path) -> None:
 
 
 def test_a_run_of_another_machine_is_in_progress_while_its_record_is_renewed(tmp_path: Path) -> None:
-    old = datetime.now(timezone.utc) - timedelta(minutes=5)
+    old = datetime.now(UTC) - timedelta(minutes=5)
     written(tmp_path, record(tmp_path), record(tmp_path, output="old", updated_at=old))
     assert [(run.state, run.output, run.host) for run in known_runs(tmp_path)] == [("running", "out", "elsewhere")]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import datetime, timedelta, timezone, tzinfo
+from datetime import UTC, datetime, timedelta, tzinfo
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from batchline.cli import messages, status
 from batchline.cli.main import main
 
 Command = Callable[..., tuple[int, str]]
-NOW = datetime.now(timezone.utc)
+NOW = datetime.now(UTC)
 
 RUNNING = KnownRun(
     state="running",

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -161,7 +161,7 @@ def test_an_earlier_run_on_this_machine_is_a_start() -> None:
         output_tokens=3000,
         run_time_s=60.0,
         load_time_s=5.0,
-        measured_at=datetime.now(timezone.utc),
+        measured_at=datetime.now(UTC),
     )
     paces = Paces()
     running(paces.of("measured"), 600)

@@ -188,7 +188,7 @@ class Crowd:
         elif visit.behaviour == "leaves at a moment":
             try:
                 await asyncio.wait_for(reader.read(-1), 3 * self._dice.random())
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 return
         else:
             answer = b""

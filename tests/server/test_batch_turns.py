@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ A_REQUEST_A_MINUTE = MeasuredRun(
     output_tokens=60 * 50,
     run_time_s=3600.0,
     load_time_s=1.0,
-    measured_at=datetime(2026, 1, 1, tzinfo=timezone.utc),
+    measured_at=datetime(2026, 1, 1, tzinfo=UTC),
 )
 
 

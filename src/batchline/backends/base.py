@@ -355,9 +355,9 @@ async def contained(work: Awaitable[T]) -> T:
 
 
 def _is_cancelled() -> bool:
-    """Whether somebody asked the current task to end. Python 3.10 does not know, so there the answer is yes."""
-    num_requests = getattr(asyncio.current_task(), "cancelling", lambda: 1)
-    return bool(num_requests())
+    """Whether somebody asked the current task to end."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 @asynccontextmanager

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import islice
 from math import ceil
@@ -198,12 +198,12 @@ def ago_text(seconds: float) -> str:
 
 def moment_text(at: float) -> str:
     """`2026-01-31 12:00:00 UTC`."""
-    return datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def iso_text(at: float) -> str:
     """A moment for machines."""
-    return datetime.fromtimestamp(at, timezone.utc).isoformat()
+    return datetime.fromtimestamp(at, UTC).isoformat()
 
 
 def size_text(num_bytes: int) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -101,7 +101,7 @@ class FinishedRuns:
             output_order=self._options.output_order,
             outputs=outputs,
             summary=summary,
-            finished_at=datetime.now(timezone.utc),
+            finished_at=datetime.now(UTC),
         )
         try:
             write_record(self._path, record.model_dump_json().encode(), max_records=MAX_RECORDS)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal
 
@@ -86,7 +86,7 @@ def keep_measurement(options: RunOptions, summary: RunSummary) -> None:
         output_tokens=summary.output_tokens_per_s * time_s,
         run_time_s=time_s,
         load_time_s=summary.load_time_s,
-        measured_at=datetime.now(timezone.utc),
+        measured_at=datetime.now(UTC),
     )
     if time_s < MIN_RUN_TIME_S or not run.prompt_tokens + run.output_tokens:
         return

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -129,7 +129,7 @@ class _Publisher:
         self._inner = inner
         self._job_folder = Path(os.path.realpath(files.job_folder))
         self._path = _folder(state_dir) / f"{_name_of(self._job_folder)}.json"
-        now = datetime.now(timezone.utc)
+        now = datetime.now(UTC)
         self._record = RunRecord(
             pid=os.getpid(),
             process_started_at=psutil.Process().create_time(),
@@ -189,7 +189,7 @@ class _Publisher:
             self._ends.wait(INTERVAL_S)
 
     def _write(self, record: RunRecord, *, has_ended: bool) -> None:
-        update = {"updated_at": datetime.now(timezone.utc), "has_ended": has_ended}
+        update = {"updated_at": datetime.now(UTC), "has_ended": has_ended}
         try:
             replace_record(self._path, record.model_copy(update=update).model_dump_json().encode())
         except Exception:  # of a convenience, which must not matter to the run
@@ -202,7 +202,7 @@ def known_runs(state_dir: Path | None, recent: timedelta = RECENT) -> list[Known
         return []
     unfinished = [run for record in _records(state_dir) if (run := _unfinished(record)) is not None]
     unfinished.sort(key=lambda run: (run.state != "running", run.output))
-    since = datetime.now(timezone.utc) - recent
+    since = datetime.now(UTC) - recent
     finished = [_finished(record) for record in finished_runs(state_dir) if record.finished_at >= since]
     return unfinished + sorted(finished, key=lambda run: run.updated_at or since, reverse=True)
 
@@ -284,7 +284,7 @@ def _finished(record: FinishedRun) -> KnownRun:
 def _unrecorded(output: str, job_folder: Path) -> KnownRun:
     """A run that has published nothing, such as one of a Python program, from its journal."""
     journal = journal_in(job_folder)
-    changed_at = datetime.fromtimestamp(journal.stat().st_mtime, timezone.utc)
+    changed_at = datetime.fromtimestamp(journal.stat().st_mtime, UTC)
     pid = lock_holder(job_folder)
     is_running = pid is not None and psutil.pid_exists(pid)
     return _counted(
@@ -326,7 +326,7 @@ def _is_running(record: RunRecord) -> bool:
     if record.has_ended:
         return False
     if record.host != socket.gethostname():  # its processes cannot be seen from here
-        return datetime.now(timezone.utc) - record.updated_at < _MAX_SILENCE
+        return datetime.now(UTC) - record.updated_at < _MAX_SILENCE
     try:
         process = psutil.Process(record.pid)
         is_same = abs(process.create_time() - record.process_started_at) < _START_TOLERANCE_S
@@ -353,7 +353,7 @@ def _read(path: Path) -> RunRecord | None:
 
 def _remove_stale(folder: Path) -> None:
     """Remove the records of runs that are over, such as those of killed processes whose outputs were removed."""
-    long_ago = datetime.now(timezone.utc) - _MAX_AGE
+    long_ago = datetime.now(UTC) - _MAX_AGE
     for path in folder.glob("*.json"):
         record = _read(path)
         is_from_here = record is not None and record.host == socket.gethostname()

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Annotated, Any, Literal, Protocol, TextIO
 
 import orjson
@@ -183,7 +183,7 @@ def _columns(stream: TextIO | None) -> int | None:
 def _line(line: str, text: str, level: Level, fields: Mapping[str, Any], *, is_whole: bool = False) -> str:
     """What is printed: the line, or an object with the text and the fields."""
     if _output.log_format == "json":
-        return _json_line(datetime.now(timezone.utc), level, text, fields)
+        return _json_line(datetime.now(UTC), level, text, fields)
     line = printable(line, keep="\n")
     return line if is_whole else wrapped(line, sys.stderr)
 
@@ -217,7 +217,7 @@ class _JsonFormatter(logging.Formatter):
         fields = {name: value for name, value in record.__dict__.items() if name not in _STANDARD_ATTRIBUTES}
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
-        time = datetime.fromtimestamp(record.created, timezone.utc)
+        time = datetime.fromtimestamp(record.created, UTC)
         return _json_line(time, record.levelname.lower(), record.getMessage(), {"logger": record.name, **fields})
 
 

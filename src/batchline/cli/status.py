@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,7 +104,7 @@ def _print(runs: Sequence[KnownRun], *, as_json: bool) -> None:
 def _lines(runs: Sequence[KnownRun]) -> list[str]:
     if not runs:
         return ["No run is in progress on this machine. None was interrupted or finished in the last 24 hours."]
-    now = datetime.now(timezone.utc)
+    now = datetime.now(UTC)
     lines: list[str] = []
     for number, run in enumerate(runs):
         if number and (run.state != "finished" or runs[number - 1].state != "finished"):

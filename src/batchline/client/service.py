@@ -331,7 +331,7 @@ class Service:
             ) as response:
                 self._has_answered = True
                 yield response
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError, ValueError) as exc:
+        except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as exc:
             raise self._unreachable(exc) from exc
 
     def _refused(self, response: aiohttp.ClientResponse, content: bytes, path: str) -> ServiceRefused:

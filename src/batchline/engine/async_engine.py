@@ -129,7 +129,7 @@ class AsyncEngine:
             self._wake.notify()
         try:
             return await asyncio.wait_for(measured, MAX_MEASURE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return None
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from batchline.jobs.states import RUNNING
@@ -90,8 +90,7 @@ def warnings_of(batch: BatchRecord) -> list[dict[str, str]]:
     if batch.expected_at is None or batch.expected_at <= batch.expires_at or batch.status not in RUNNING:
         return []
     end, expiry = (
-        datetime.fromtimestamp(at, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
-        for at in (batch.expected_at, batch.expires_at)
+        datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M UTC") for at in (batch.expected_at, batch.expires_at)
     )
     message = (
         f"The batch is expected to end at {end}, but its completion window ends at {expiry}. Requests that have not "

@@ -195,7 +195,7 @@ class Fetcher:
             raise _not_stored(exc) from exc
         except NotPublic as exc:
             raise UnprocessableEntity(NO_PUBLIC_ADDRESS) from exc
-        except asyncio.TimeoutError as exc:
+        except TimeoutError as exc:
             raise Transient(f"fetching it took more than {self._config.fetch_timeout_s:g} seconds") from exc
         except (aiohttp.ClientConnectorCertificateError, aiohttp.ClientConnectorSSLError) as exc:
             raise UnprocessableEntity("its server has no valid certificate") from exc

@@ -131,7 +131,7 @@ class IncomingBody:
         self._waiting = asyncio.ensure_future(self._receive())
         try:
             return await asyncio.wait_for(self._waiting, self._deadline - loop.time())
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise RequestTimeout("The request's body did not arrive in time") from None
         except asyncio.CancelledError:
             if self._has_given_way:

@@ -176,7 +176,7 @@ class HttpBackend:
                     self._count(event)
                     yield event
             pool.answered(server, time.monotonic() - began_at, self._config.request_timeout_s)
-        except (ExchangeFailed, asyncio.TimeoutError) as exc:
+        except (TimeoutError, ExchangeFailed) as exc:
             reason = exc.reason if isinstance(exc, ExchangeFailed) else "does not continue its answer in time"
             server.num_failures += 1
             yield {"error": {"message": f"The server {reason}.", "type": "BadGatewayError", "param": None, "code": 502}}

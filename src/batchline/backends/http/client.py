@@ -166,7 +166,7 @@ class HttpClient:
         connecting = self._connected_by_proxy() if self._proxy is not None and self._tls else self._connected()
         try:
             return await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise ConnectFailed("cannot be reached: no connection in time") from None
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             raise _connect_failure(exc, self._host) from exc

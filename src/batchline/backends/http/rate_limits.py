@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 MAX_WAIT_S = 24 * 3600.0
@@ -83,7 +83,7 @@ def _reset_s(text: str, now: float) -> float:
         date = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
         return 0.0
-    return _bounded((date if date.tzinfo else date.replace(tzinfo=timezone.utc)).timestamp() - now)
+    return _bounded((date if date.tzinfo else date.replace(tzinfo=UTC)).timestamp() - now)
 
 
 def _number(text: str) -> float | None:

@@ -80,7 +80,7 @@ class BackendHost:
         if not self._results:
             try:
                 await asyncio.wait_for(self._has_result.wait(), max_wait_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 window_s = 0
         if window_s and len(self._results) < MAX_RESULTS:
             await asyncio.sleep(window_s)
