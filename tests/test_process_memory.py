@@ -1,4 +1,4 @@
-"""What the kernel reports about control groups, of both versions and at every level."""
+"""What the kernel reports about control groups, of both versions and at every level: memory and processors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batchline import process_memory
-from batchline.process_memory import memory_room, oom_kills, raise_file_limit
+from batchline.process_memory import cpu_quota, memory_room, oom_kills, raise_file_limit
 
 
 @pytest.fixture(autouse=True)
@@ -53,11 +53,11 @@ def test_a_group_that_a_container_sees_as_the_root_is_found_there(mount: Path) -
 @pytest.mark.parametrize("groups", ["", "0::/\n", "nonsense\n", "4:memory:/gone\n0::/gone\n"])
 def test_nothing_is_reported_where_nothing_can_be_read(mount: Path, groups: str) -> None:
     (mount / "own").write_text(groups)
-    assert (memory_room(), oom_kills()) == (None, None)
+    assert (memory_room(), oom_kills(), cpu_quota()) == (None, None, None)
 
 
 def test_systems_without_control_groups_report_nothing() -> None:
-    assert (memory_room(), oom_kills()) == (None, None)
+    assert (memory_room(), oom_kills(), cpu_quota()) == (None, None, None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="it has no limit of open files")
@@ -76,3 +76,22 @@ def test_the_limit_of_open_files_is_raised_as_far_as_possible(
     monkeypatch.setattr(resource, "setrlimit", lambda kind, new: set_to.append(new))
     assert raise_file_limit(wanted) == possible
     assert [soft for soft, _ in set_to[1:]] == ([possible] if limits[0] == 256 else [])
+
+
+@pytest.mark.parametrize(("own", "above", "processors"), [("250000", "800000", 3), ("max", "200000", 2)])
+def test_the_tightest_limit_of_processors_counts(mount: Path, own: str, above: str, processors: int) -> None:
+    """Bug: a container with `--cpus 2` on a machine of 64 processors ran 64 threads."""
+    (mount / "own").write_text("0::/slice/service\n")
+    (mount / "slice/service").mkdir(parents=True)
+    (mount / "slice/cpu.max").write_text(f"{above} 100000\n")
+    (mount / "slice/service/cpu.max").write_text(f"{own} 100000\n")
+    assert cpu_quota() == processors
+
+
+@pytest.mark.parametrize(("quota", "processors"), [("150000", 2), ("-1", None), ("20000", 1)])
+def test_the_limit_of_processors_in_version_1(mount: Path, quota: str, processors: int | None) -> None:
+    (mount / "own").write_text("3:cpu,cpuacct:/docker/abc\n0::/\n")
+    (mount / "cpu").mkdir()
+    (mount / "cpu/cpu.cfs_quota_us").write_text(f"{quota}\n")
+    (mount / "cpu/cpu.cfs_period_us").write_text("100000\n")
+    assert cpu_quota() == processors

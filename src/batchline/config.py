@@ -37,7 +37,7 @@ class ModelConfig:
     quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs, and `int4` in 4 bits, those of the
         embedding table and the head in 6; None stores them as `dtype`.
     max_model_len: context length in tokens; None uses the model's own.
-    num_threads: CPU threads for the forward pass; None uses every core of this process.
+    num_threads: CPU threads for the forward pass; None uses every core of this process, within a container's limit.
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` uses the best that the processor supports,
         `off` uses only torch.
     enforce_eager: on a GPU, launch decode steps kernel by kernel instead of as recorded CUDA graphs.

@@ -1,12 +1,15 @@
-"""This process's limits: its memory, how often the lack of it killed, giving freed memory back, and its open files.
+"""This process's limits: its memory, how often the lack of it killed, giving freed memory back, its processors, and its
+open files.
 
-The limits of memory are those of the Linux kernel's control groups, version 1 and 2. A process is in one group per
-hierarchy; the limits of the groups above its own apply, too. In a container, its own group may appear as the root.
+The limits of memory and processors are those of the Linux kernel's control groups, version 1 and 2. A process is in one
+group per hierarchy; the limits of the groups above its own apply, too. In a container, its own group may appear as the
+root.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,6 +67,30 @@ def memory_room() -> int | None:
     return min(rooms, default=None)
 
 
+def cpu_quota() -> int | None:
+    """How many processors' time this process's groups may use, rounded up; None without any limit.
+
+    A container sees all processors of its machine, also if it may only use some of their time (`docker run --cpus`).
+    """
+    quotas = []
+    for own, root, version in _groups("cpu"):
+        for folder in (own, *own.parents):
+            with suppress(OSError, ValueError):  # "max" means no limit
+                quotas.append(_quota(folder, version))
+            if folder == root:
+                break
+    return min((math.ceil(quota) for quota in quotas if quota > 0), default=None)
+
+
+def _quota(folder: Path, version: int) -> float:
+    """Negative for no limit, in version 1."""
+    if version == 1:
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    else:
+        quota, period = (folder / "cpu.max").read_text().split()
+    return int(quota) / int(period)
+
+
 def oom_kills() -> tuple[int, int] | None:
     """(group, number of its processes that the kernel killed for lack of memory); None if that cannot be read.
 
@@ -78,6 +105,12 @@ def oom_kills() -> tuple[int, int] | None:
 
 def _memory_groups() -> Iterator[tuple[Path, Path, _Files]]:
     """(the group's folder, its hierarchy's root, its files) in each hierarchy that may account for memory."""
+    for own, root, version in _groups("memory"):
+        yield own, root, _VERSION_1 if version == 1 else _VERSION_2
+
+
+def _groups(controller: str) -> Iterator[tuple[Path, Path, int]]:
+    """(the group's folder, its hierarchy's root, version) in each hierarchy that may have this controller."""
     try:
         lines = OWN_GROUPS.read_text().splitlines()
     except OSError:  # not Linux
@@ -85,10 +118,10 @@ def _memory_groups() -> Iterator[tuple[Path, Path, _Files]]:
     for line in lines:
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
-        if number == "0" or "memory" in controllers.split(","):
-            root, files = (MOUNT, _VERSION_2) if number == "0" else (MOUNT / "memory", _VERSION_1)
+        if number == "0" or controller in controllers.split(","):
+            root, version = (MOUNT, 2) if number == "0" else (MOUNT / controller, 1)
             own = root / path.lstrip("/")
-            yield own if own.is_dir() else root, root, files
+            yield own if own.is_dir() else root, root, version
 
 
 def _room(folder: Path, files: _Files) -> int:

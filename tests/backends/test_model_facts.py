@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from batchline import run_batch
+from batchline import process_memory, run_batch
 from batchline.backends.base import BackendStats, EndpointRequest, ServedModel
 from batchline.backends.in_process import InProcessBackend
 from batchline.batch.progress import Progress, SilentReporter
@@ -36,7 +36,11 @@ def config(name: str, **settings: Any) -> EngineConfig:
 
 
 async def facts_of(name: str, **settings: Any) -> ModelFacts:
-    backend = InProcessBackend([config(name, **settings)])
+    return await facts_with(config(name, **settings))
+
+
+async def facts_with(engine: EngineConfig) -> ModelFacts:
+    backend = InProcessBackend([engine])
     assert [model.facts for model in await backend.models()] == [None], "nothing is in memory yet"
     try:
         await backend.start()
@@ -46,6 +50,22 @@ async def facts_of(name: str, **settings: Any) -> ModelFacts:
     assert served.facts is not None
     assert served.facts.max_model_len == served.max_model_len
     return served.facts
+
+
+@pytest.mark.parametrize(("visible", "wanted", "threads"), [("64", None, 2), ("1", None, 1), ("64", 3, 3)])
+async def test_a_model_has_as_many_threads_as_a_container_may_use_processors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str, wanted: int | None, threads: int
+) -> None:
+    """Bug: it had one for each processor of the machine, and those that were paused kept the others waiting."""
+    (tmp_path / "groups").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("200000 100000\n")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(process_memory, "OWN_GROUPS", tmp_path / "groups")
+    monkeypatch.setenv("OMP_NUM_THREADS", visible)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: int(visible))
+    engine = config("tiny-embed")
+    facts = await facts_with(replace(engine, model=replace(engine.model, num_threads=wanted)))
+    assert facts.num_threads == threads
 
 
 def isa_in_use() -> str:

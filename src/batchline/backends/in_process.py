@@ -47,6 +47,7 @@ from batchline.errors import (
 from batchline.model_facts import MachineRate
 from batchline.openai_api.endpoint_table import ENDPOINTS, INVOCATIONS, answering_path, endpoints_of, error_body
 from batchline.pooling.detection import detect_context, refuse_longer_context, task_of
+from batchline.process_memory import cpu_quota
 
 if TYPE_CHECKING:
     from batchline.backends.resident_models import ResidentModel
@@ -70,6 +71,7 @@ class InProcessBackend:
         self._configs: dict[str, EngineConfig] = {}  # this and the next two by the name of `Loadable`
         self._tasks: dict[str, Task] = {}
         self._contexts: dict[str, int | None] = {}
+        engines = [_within_quota(config) for config in engines]
         for config in engines:
             refuse_unknown_values(config.model)
             refuse_unknown_values(config.text)
@@ -341,6 +343,22 @@ def _few_collections() -> Iterator[None]:
 def _close(close: Callable[[], None]) -> None:
     gc.unfreeze()  # parts of a model refer to each other, so only a collection that includes them frees them
     close()
+
+
+def _within_quota(config: EngineConfig) -> EngineConfig:
+    """The same engine, with no more threads than the processors whose time a container may use. Those that it sees may
+    be many more, and threads that are paused in mid-step keep the others waiting."""
+    quota = cpu_quota()
+    if config.model.num_threads is not None or quota is None or quota >= _num_visible_processors():
+        return config
+    return replace(config, model=replace(config.model, num_threads=quota))
+
+
+def _num_visible_processors() -> int:
+    """The default number of threads: OpenMP's variable, or the processors that this process may run on."""
+    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
+        return int(os.environ["OMP_NUM_THREADS"])
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _check_before_load(request: EndpointRequest, text: TextConfig) -> None:
