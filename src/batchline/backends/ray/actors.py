@@ -166,7 +166,7 @@ class ActorLauncher:
         """See `Launcher`."""
         try:
             return await asyncio.wait_for(self._missing(min(self._unplaced, default=0)), CLOSE_S)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             return ""
 
     async def launch(self, number: int, note: Callable[[str], None]) -> tuple[Host, Description]:
