@@ -1,4 +1,4 @@
-"""Tiny random models, one of each architecture family that the engine promises to run, and the oracle for them.
+"""Tiny random models, one or more of each architecture family that the engine promises to run, and their oracle.
 
 Sizes are chosen to catch mistakes: grouped heads, head sizes that differ from hidden_size / heads, sliding windows
 shorter than the prompts, tied and untied heads.
@@ -28,7 +28,7 @@ COMMON: dict[str, Any] = {
 }
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
     "llama": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 24},
     "qwen2": {},
@@ -36,6 +36,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
     "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
     "phi3": {"sliding_window": 40},
+    "phi4_mini": {
+        "model_type": "phi3",
+        "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+    },
+    "smollm3": {"no_rope_layers": [1, 0, 1, 1], "tie_word_embeddings": True},
     "olmo2": {},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
@@ -53,14 +59,27 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(family: str, folder: Path, **overrides: Any) -> Path:
-    """Save a random model of a family as a Hugging Face folder. Weights are large enough that logits differ clearly."""
-    settings = {**COMMON, **FAMILIES[family], **overrides}
+FUSED = {"llama", "mistral", "phi3", "phi4_mini", "qwen2", "qwen3", "smollm3"}
+"""Families whose layers are one native stack on CPUs."""
+
+
+def make_model(family: str, folder: Path, *, seed: int = 0, num_zero_rows: int = 0, **overrides: Any) -> Path:
+    """Save a random model of a family as a Hugging Face folder. Weights are large enough that logits differ clearly.
+
+    num_zero_rows: the last so many embeddings are zeros.
+    """
+    settings = {"model_type": family, **COMMON, "initializer_range": 0.15, **FAMILIES[family], **overrides}
     if family in {"gpt2"}:
         settings = {k: v for k, v in settings.items() if k not in {"hidden_size", "num_hidden_layers"}}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **settings, initializer_range=0.15)
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(settings.pop("model_type"), **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases, which begin as ones and zeros
+                parameter += torch.randn_like(parameter) * 0.1
+        if num_zero_rows:
+            model.get_input_embeddings().weight[-num_zero_rows:] = 0
     model.save_pretrained(folder)
     return folder
 

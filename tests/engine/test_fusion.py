@@ -5,6 +5,7 @@ That fused models give the right tokens is the oracle's business (`test_oracle.p
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -12,10 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, greedy_oracle, make_model
+from families import FAMILIES, FUSED, greedy_oracle, make_model
 from transformers import AutoModelForCausalLM
 
 from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig
+from batchline.engine import layer_families
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.model_loader import load_model
@@ -25,7 +27,6 @@ from batchline.native.library import Isa, NativeKernels, open_kernels
 KERNELS = open_kernels("auto")
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels were not built: no C++ compiler")
 
-FUSED_FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 PROMPTS = [(5, 9, 33, 7), tuple(range(10, 60))]
 
 
@@ -47,9 +48,44 @@ def greedy_tokens(engine: Engine) -> list[list[int]]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_only_models_whose_code_is_known_are_fused(family: str, tmp_path: Path) -> None:
-    model = load_model(config(make_model(family, tmp_path)), KERNELS).model
-    fused = [module for module in model.modules() if isinstance(module, FusedStack)]
-    assert len(fused) == (family in FUSED_FAMILIES)
+    loaded = load_model(config(make_model(family, tmp_path)), KERNELS)
+    fused = [module for module in loaded.model.modules() if isinstance(module, FusedStack)]
+    assert len(fused) == (family in FUSED)
+    assert loaded.execution.is_fused == (family in FUSED)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "small weights": {"initializer_range": 0.02},
+    "another seed, large weights": {"seed": 7, "initializer_range": 0.4},
+    "one head of keys, untied": {"num_key_value_heads": 1, "tie_word_embeddings": False},
+    "a head of keys for each query, tied": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+    "odd sizes, zero rows": {
+        "hidden_size": 78,
+        "intermediate_size": 90,
+        "head_dim": 26,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "num_zero_rows": 300,
+    },
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("family", sorted(FUSED))
+@pytest.mark.sample(7)
+def test_models_of_fused_families_are_accepted_in_bfloat16(
+    family: str, variant: str, quantization: Any, tmp_path: Path
+) -> None:
+    settings = replace(config(make_model(family, tmp_path, **VARIANTS[variant]), "bfloat16"), quantization=quantization)
+    execution = load_model(settings, KERNELS).execution
+    assert execution.is_fused, execution.reason
+
+
+def test_every_known_family_is_a_class_of_transformers() -> None:
+    for name in layer_families.FAMILIES:
+        folder, _, cls = name.partition(".")
+        assert hasattr(importlib.import_module(f"transformers.models.{folder}.modeling_{folder}"), cls)
 
 
 @pytest.mark.parametrize(

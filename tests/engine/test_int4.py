@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, VOCAB, greedy_oracle, make_model
+from families import COMMON, FAMILIES, FUSED, VOCAB, greedy_oracle, make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.activations import ACT2FN
 from transformers.pytorch_utils import Conv1D
 
 from batchline.config import CacheConfig, CpuKernels, DType, EngineConfig, ModelConfig, SchedulerConfig
@@ -37,12 +39,12 @@ from batchline.native.grouped import (
 )
 from batchline.native.int8 import Int8Isa, open_int8_kernels, supported_isas
 from batchline.native.library import open_kernels
+from batchline.native.packing import Gate
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
 REFUSED = {"mixtral": "MixtralTopKRouter", "qwen3_moe": "Qwen3MoeExperts", "llama4_text": "Llama4TextExperts"}
 QUANTIZED = [family for family in FAMILIES if family not in REFUSED]
-FUSED = {"llama", "mistral", "qwen2", "qwen3"}
 MAX_TOKENS = 12
 
 
@@ -184,11 +186,13 @@ def test_layers_of_different_formats_run_side_by_side() -> None:
     out = torch.empty(5, layer.num_outputs)
     layer(x, out)
     torch.testing.assert_close(out, torch.cat([part(x) for part in parts], 1))
-    for gate, up in ((parts[0], parts[1]), (parts[1], parts[2]), (parts[2], parts[2]), (parts[0], parts[0])):
-        pair = layers.gate(gate, up)
+    pairs = ((parts[0], parts[1]), (parts[1], parts[2]), (parts[2], parts[2]), (parts[0], parts[0]))
+    for (gate, up), activation in itertools.product(pairs, (Gate.SILU, Gate.GELU_TANH)):
+        activate = ACT2FN["silu" if activation is Gate.SILU else "gelu_pytorch_tanh"]
+        pair = layers.gate(gate, up, activation)
         out = torch.empty(5, pair.num_outputs)
         pair(x, out)
-        torch.testing.assert_close(out, nn.functional.silu(gate(x)) * up(x))
+        torch.testing.assert_close(out, activate(gate(x)) * up(x))
 
 
 class WrongKernels(GroupedKernels):

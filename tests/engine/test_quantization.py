@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, VOCAB, make_model
+from families import COMMON, FAMILIES, FUSED, VOCAB, make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
@@ -36,7 +36,6 @@ REFUSED = {
     "llama4_text": "Llama4TextExperts",
 }
 QUANTIZED = [family for family in FAMILIES if family not in REFUSED]
-FUSED = {"llama", "mistral", "qwen2", "qwen3"}
 MAX_TOKENS = 12
 
 NEARLY_EQUAL = 0.05

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import make_model
+from families import FUSED, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from batchline.engine import replay
@@ -50,7 +50,7 @@ def replay_of(engine: Engine) -> DecodeReplay:
     return stack._decodes
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", sorted(FUSED))
 @pytest.mark.parametrize(
     "settings",
     [

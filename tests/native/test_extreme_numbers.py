@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from gates import ACTIVATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
@@ -22,7 +23,7 @@ from batchline.errors import KernelsMissing
 from batchline.native.encoder import EncoderLayer, EncoderWeights, open_encoder
 from batchline.native.int8 import Int8Isa, Int8Kernels, pack_int8, quantize, supported_isas
 from batchline.native.library import CacheArgs, Isa, NativeKernels, load_library, open_kernels
-from batchline.native.packing import pack, pack_gated
+from batchline.native.packing import Gate, pack, pack_gated
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")
@@ -88,17 +89,19 @@ def test_rms_norm(isa: Isa, dtype: torch.dtype, value: float, seed: int, dim: in
 
 
 @settings(deadline=None, max_examples=200)
-@given(isas, dtypes, extremes, seeds, st.integers(1, 40), st.booleans())
+@given(isas, dtypes, extremes, seeds, st.integers(1, 40), st.sampled_from(Gate))
 def test_linear_and_its_activation(
-    isa: Isa, dtype: torch.dtype, value: float, seed: int, inputs: int, is_gated: bool
+    isa: Isa, dtype: torch.dtype, value: float, seed: int, inputs: int, activation: Gate
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     x = spoiled(torch.randn(7, inputs, generator=generator).to(dtype), value, seed)
     gate, up = (torch.randn(20, inputs, generator=generator).to(dtype) for _ in range(2))
     out = torch.empty(7, 20, dtype=dtype)
-    opened(isa).linear(x, pack_gated(pack(gate, None), pack(up, None)) if is_gated else pack(up, None), out)
+    is_gated = activation is not Gate.NONE
+    gated = pack_gated(pack(gate, None), pack(up, None), activation)
+    opened(isa).linear(x, gated if is_gated else pack(up, None), out)
     gates, ups = (_product(x, weight) for weight in (gate, up))
-    assert_same_rows(out, functional.silu(gates) * ups if is_gated else ups, dtype)
+    assert_same_rows(out, ACTIVATIONS[activation](gates) * ups if is_gated else ups, dtype)
     assert not out[~x.isfinite().all(-1)].isfinite().any()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gates import ACTIVATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +19,13 @@ from batchline.native.grouped import (
     open_grouped_kernels,
     pack_grouped,
     pack_grouped_gated,
+    picked_outputs,
     quantized,
     rounded_groups,
 )
 from batchline.native.int8 import Int8Isa, supported_isas
 from batchline.native.library import load_library
+from batchline.native.packing import Gate
 
 SUPPORTED = supported_isas()
 has_kernels = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
@@ -239,23 +242,37 @@ def test_many_rows_have_the_same_bits_with_any_number_of_threads_and_others_besi
     assert torch.equal(together[530:580], alone)
 
 
+@pytest.mark.parametrize("form", GroupedFormat, ids=lambda form: form.name)
+@pytest.mark.parametrize("rows", [slice(0, 17), slice(17, 50), torch.tensor([49, 3, 20, 3])], ids=str)
+def test_picked_outputs_are_those_of_the_weight(form: GroupedFormat, rows: slice | torch.Tensor) -> None:
+    torch.manual_seed(3)
+    weight = pack_grouped(random_weight(form, 50, 512), torch.randn(50))
+    part = picked_outputs(weight, rows)
+    assert torch.equal(dequantized(part), dequantized(weight)[rows])
+    assert part.bias is not None
+    assert weight.bias is not None
+    assert torch.equal(part.bias[: part.num_outputs], weight.bias[:50][rows])
+
+
 @has_kernels
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gated_pair_is_silu_of_one_times_the_other(
-    kernels: GroupedKernels, has_bias: bool, dtype: torch.dtype
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda gate: gate.name.lower())
+@pytest.mark.parametrize("rows", [9, 40])
+def test_a_gated_pair_is_the_activation_of_one_times_the_other(
+    kernels: GroupedKernels, has_bias: bool, dtype: torch.dtype, activation: Gate, rows: int
 ) -> None:
     torch.manual_seed(4)
     pair = []
     for _ in range(2):
         bias = torch.randn(50) if has_bias else None
         pair.append(pack_grouped(random_weight(GroupedFormat.Q4_K, 50, 256), bias))
-    x = torch.randn(9, 256).to(dtype)
-    out = torch.empty(9, 50, dtype=dtype)
-    kernels.linear(x, pack_grouped_gated(*pair), out)
-    wide = (x if dtype is torch.float32 else rounded_groups(x)).double()
-    gate, up = (wide @ dequantized(p).double().T + (0.0 if p.bias is None else p.bias[:50].double()) for p in pair)
-    expected = torch.nn.functional.silu(gate) * up
+    x = torch.randn(rows, 256).to(dtype)
+    out = torch.empty(rows, 50, dtype=dtype)
+    kernels.linear(x, pack_grouped_gated(*pair, activation), out)
+    biases = [0.0 if p.bias is None else p.bias[:50].double() for p in pair]
+    gate, up = (multiplied(kernels.isa, x, dequantized(p)) + bias for p, bias in zip(pair, biases, strict=True))
+    expected = ACTIVATIONS[activation](gate) * up
     rtol = 1e-4 if dtype is torch.float32 else 2**-7
     torch.testing.assert_close(out.double(), expected, rtol=rtol, atol=1e-4 * float(expected.abs().max()))
 

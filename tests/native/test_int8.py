@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from gates import ACTIVATIONS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from batchline.native.int8 import (
     supported_isas,
 )
 from batchline.native.library import load_library
+from batchline.native.packing import Gate
 
 SUPPORTED = supported_isas()
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
@@ -105,8 +107,9 @@ def test_bias_is_added_after_the_scales(kernels: Int8Kernels, dtype: torch.dtype
 
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda gate: gate.name.lower())
 def test_gated_linear_multiplies_the_activated_gate_by_up(
-    kernels: Int8Kernels, dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool
+    kernels: Int8Kernels, dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool, activation: Gate
 ) -> None:
     torch.manual_seed(rows)
     x, (gate, up) = torch.randn(rows, inputs).to(dtype), torch.randn(2, outputs, inputs)
@@ -116,8 +119,8 @@ def test_gated_linear_multiplies_the_activated_gate_by_up(
         for weight, bias in zip((gate, up), biases, strict=True)
     )
     out = torch.empty(rows, outputs, dtype=dtype)
-    kernels.linear(x, pack_int8_gated(packed(gate, biases[0]), packed(up, biases[1])), out)
-    expected = (torch.nn.functional.silu(expected_gate) * expected_up).to(dtype)
+    kernels.linear(x, pack_int8_gated(packed(gate, biases[0]), packed(up, biases[1]), activation), out)
+    expected = (ACTIVATIONS[activation](expected_gate) * expected_up).to(dtype)
     torch.testing.assert_close(out, expected, rtol=2e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-4)
 
 

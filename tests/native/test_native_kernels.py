@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from gates import ACTIVATIONS
 
 from batchline.engine.kv_cache import CacheGroup, CacheShape
 from batchline.engine.native_cache import NativeKVCache
 from batchline.native.library import Isa, NativeKernels, load_library, open_kernels
-from batchline.native.packing import PANEL, in_panels, pack, pack_gated
+from batchline.native.packing import PANEL, Gate, in_panels, pack, pack_gated
 
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels were not built: no C++ compiler")
@@ -58,6 +59,45 @@ def test_rms_norm_adds_and_normalises_as_the_formula_says(
     assert_close(out, expected)
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(3, 576), (700, 64), (5, 77)])
+def test_a_delta_is_scaled_before_it_is_added(kernels: NativeKernels, dtype: torch.dtype, rows: int, dim: int) -> None:
+    torch.manual_seed(rows)
+    x, delta = torch.randn(2, rows, dim).to(dtype)
+    total = torch.add(x, delta, alpha=0.22)
+    expected = total.float() * torch.rsqrt(total.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+    out = torch.empty_like(x)
+    kernels.rms_norm(x, torch.ones(dim, dtype=dtype), 1e-5, out, delta, 0.22)
+    assert_close(x, total)
+    assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(1, 8), (3, 576), (700, 64), (5, 77)])
+@pytest.mark.parametrize("weight_dtype", [None, torch.float32], ids=["its weight", "a float weight"])
+def test_a_normalised_row_is_rounded_and_added(
+    kernels: NativeKernels, dtype: torch.dtype, rows: int, dim: int, weight_dtype: torch.dtype | None
+) -> None:
+    torch.manual_seed(rows)
+    x, out = torch.randn(2, rows, 2 * dim).to(dtype)[..., :dim]
+    weight = 1 + 1e-3 * torch.rand(dim).to(weight_dtype or dtype)
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5) * weight.float()
+    expected = out + normed.to(dtype)
+    kernels.rms_norm(x, weight, 1e-5, out, is_added=True)
+    assert_close(out, expected)
+
+
+def test_a_float_weight_is_not_rounded(kernels: NativeKernels) -> None:
+    """As in Gemma, whose weights are 1 + w."""
+    weight = 1 + torch.linspace(0, 2**-9, 77)  # all of them are 1 in bfloat16
+    x = torch.full((2, 77), 254.0, dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    kernels.rms_norm(x, weight, 0.0, out)
+    assert torch.equal(out, weight.bfloat16().expand(2, -1))
+    kernels.rms_norm(x, 128.5 * weight, 0.0, out)
+    assert torch.equal(out, (128.5 * weight).bfloat16().expand(2, -1))
+    assert len(out[0].unique()) > 1
+
+
 LINEAR_SHAPES = [(1, 8, 16), (2, 64, 100), (13, 96, 40), (97, 50, 7), (100, 2050, 130), (200, 1100, 64)]
 
 
@@ -80,8 +120,15 @@ def test_linear_equals_the_product(
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), LINEAR_SHAPES)
 @pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda gate: gate.name.lower())
 def test_gated_linear_multiplies_the_activated_gate_by_up(
-    kernels: NativeKernels, dtype: torch.dtype, rows: int, inputs: int, outputs: int, has_bias: bool
+    kernels: NativeKernels,
+    dtype: torch.dtype,
+    rows: int,
+    inputs: int,
+    outputs: int,
+    has_bias: bool,
+    activation: Gate,
 ) -> None:
     torch.manual_seed(rows)
     x = torch.randn(rows, inputs).to(dtype)
@@ -93,8 +140,23 @@ def test_gated_linear_multiplies_the_activated_gate_by_up(
     )
     out = torch.empty(rows, outputs, dtype=dtype)
     packed = [pack(weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    kernels.linear(x, pack_gated(*packed), out)
-    assert_close(out, torch.nn.functional.silu(gate) * up)
+    kernels.linear(x, pack_gated(*packed, activation), out)
+    assert_close(out, ACTIVATIONS[activation](gate) * up)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda gate: gate.name.lower())
+def test_a_row_of_a_gated_product_does_not_depend_on_the_rows_around_it(
+    kernels: NativeKernels, dtype: torch.dtype, activation: Gate
+) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(101, 1300).to(dtype)
+    gate, up = (pack(torch.randn(72, 1300).to(dtype), None) for _ in range(2))
+    together = torch.empty(101, 72, dtype=dtype)
+    kernels.linear(x, pack_gated(gate, up, activation), together)
+    for row in (0, 5, 6, 95, 96, 99, 100):
+        alone = torch.empty(1, 72, dtype=dtype)
+        kernels.linear(x[row : row + 1], pack_gated(gate, up, activation), alone)
+        assert torch.equal(alone[0], together[row])
 
 
 def test_a_row_of_a_product_does_not_depend_on_the_rows_around_it(kernels: NativeKernels, dtype: torch.dtype) -> None:
@@ -278,17 +340,20 @@ def test_rows_spread_over_threads_are_all_computed(kernels: NativeKernels, dtype
 
 @pytest.mark.parametrize("is_normalised", [False, True])
 @pytest.mark.parametrize("rotary_dim", [24, 16])
+@pytest.mark.parametrize("is_float", [False, True])
 def test_rotary_turns_queries_and_the_keys_that_are_written(
-    kernels: NativeKernels, dtype: torch.dtype, is_normalised: bool, rotary_dim: int
+    kernels: NativeKernels, dtype: torch.dtype, is_normalised: bool, rotary_dim: int, is_float: bool
 ) -> None:
+    """is_float: whether its cosines, sines and weights are float32 whatever the heads are."""
+    others = torch.float32 if is_float else dtype
     torch.manual_seed(0)
     heads = Heads(4, 2, 24, 24)
     rows = 50
     packed = torch.randn(rows, 8, 24).to(dtype)
     query, key, value = packed[:, :4], packed[:, 4:6], packed[:, 6:]
     angles = torch.rand(rows, rotary_dim // 2).repeat(1, 2) * 6
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    norms = (torch.rand(24).to(dtype), torch.rand(24).to(dtype), 1e-6) if is_normalised else None
+    cos, sin = angles.cos().to(others), angles.sin().to(others)
+    norms = (torch.rand(24).to(others), torch.rand(24).to(others), 1e-6) if is_normalised else None
     weights = (None, None) if norms is None else norms[:2]
     expected_query, expected_key = (
         rotated(x, weight, cos, sin) for x, weight in zip((query, key), weights, strict=True)

@@ -13,30 +13,22 @@ fused model with the original before it uses it (`native_probe`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLTextModel
-from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLTextModel
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
-from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextModel
 
 from batchline.engine.attention import AttentionParams
 from batchline.engine.kv_cache import CacheGroup, by_layer
-from batchline.engine.linear_layers import AnyLinear, LinearFormat
+from batchline.engine.layer_families import ACTIVATIONS, LayerFamily, family_of
+from batchline.engine.linear_layers import AnyLinear, LinearFormat, picked
 from batchline.engine.native_cache import NativeLayout
 from batchline.engine.replay import MAX_ROWS, DecodeReplay, Rotary
 from batchline.native.library import NativeKernels
-
-FUSIBLE = (LlamaModel, MistralModel, Qwen2Model, Qwen2VLTextModel, Qwen2_5_VLTextModel, Qwen3Model, Qwen3VLTextModel)
-"""Decoders of pre-normalised layers of rotary attention and a SiLU-gated MLP, attention perhaps with norms per head."""
+from batchline.native.packing import Gate
 
 MLP_ROWS = 1024
 """Rows that go through the MLP together: enough for full speed, few enough to stay in the processor's caches."""
@@ -44,18 +36,37 @@ MLP_ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer's weights. head_norms: weights of the query and key norms, and their eps, if it has them."""
+    """One decoder layer's weights. See `LayerFamily` for its norms, of which all have the same eps.
+
+    rotary: the index of its rotary embedding; None if it does not rotate. residual_scale: of results before they are
+    added. head_norms: weights of the query and key norms, and their eps, if it has them. has_wide_norms: whether these
+    norms are over all heads together.
+    """
 
     group: CacheGroup
     params: AttentionParams
+    rotary: int | None
     eps: float
-    input_norm: torch.Tensor
-    attention_norm: torch.Tensor
+    input_norm: torch.Tensor | None
+    attention_output_norm: torch.Tensor | None
+    mlp_norm: torch.Tensor | None
+    mlp_output_norm: torch.Tensor | None
+    residual_scale: float
     head_norms: tuple[torch.Tensor, torch.Tensor, float] | None
+    has_wide_norms: bool
     qkv: AnyLinear
     attention_out: AnyLinear
     gate_up: AnyLinear
     down: AnyLinear
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryByType:
+    """Rotary embeddings that depend on a layer's type. module: the decoder's. types: all types, by a layer's `rotary`;
+    the decoder computes the first one itself."""
+
+    module: Any
+    types: tuple[str, ...]
 
 
 class Workspace:
@@ -66,7 +77,7 @@ class Workspace:
 
     def __init__(self, layer: FusedLayer, like: torch.Tensor, max_rows: int) -> None:
         self.max_rows = max_rows
-        hidden = layer.input_norm.shape[0]
+        hidden = like.shape[1]
         self._normed = like.new_empty(max_rows, hidden)
         self._delta = like.new_empty(max_rows, hidden)
         self._qkv = like.new_empty(max_rows, layer.qkv.num_outputs)
@@ -109,10 +120,13 @@ class StepBuffers:
 class FusedStack(nn.Module):
     """All decoder layers of a model, as the one entry of its list of layers."""
 
-    def __init__(self, kernels: NativeKernels, layers: Sequence[FusedLayer]) -> None:
+    def __init__(
+        self, kernels: NativeKernels, layers: Sequence[FusedLayer], rotary_by_type: RotaryByType | None = None
+    ) -> None:
         super().__init__()
         self._kernels = kernels
         self._layers = layers
+        self._rotary_by_type = rotary_by_type
         self._workspace: Workspace | None = None
         self._decode_workspace: Workspace | None = None
         self._decodes = DecodeReplay()
@@ -122,6 +136,7 @@ class FusedStack(nn.Module):
         hidden_states: torch.Tensor,
         *,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_ids: torch.Tensor | None = None,
         step_layout: NativeLayout,
         added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
         **_ignored: Any,
@@ -129,69 +144,111 @@ class FusedStack(nn.Module):
         """hidden_states: (1, num_tokens, hidden), packed; position_embeddings: cosines and sines, (1, num_tokens, d).
         added: rows, and what is added to them after the first layer, the second and so on, (num_rows, hidden) each.
         Other keyword arguments served the original layers and are not needed here."""
-        rotary = (position_embeddings[0][0], position_embeddings[1][0])
+        rotaries = [(position_embeddings[0][0], position_embeddings[1][0])]
+        if self._rotary_by_type is not None:
+            rotaries += self._other_rotaries(self._rotary_by_type, hidden_states, position_ids)
         if added is None and self._decodes.takes(step_layout):
             if self._decode_workspace is None:
-                self._decode_workspace = Workspace(self._layers[0], hidden_states, MAX_ROWS)
+                self._decode_workspace = Workspace(self._layers[0], hidden_states[0], MAX_ROWS)
             layers = partial(self._run, self._decode_workspace)
-            return self._decodes(layers, hidden_states[0], rotary, step_layout).unsqueeze(0)
+            x, delta = self._decodes(layers, hidden_states[0], rotaries, step_layout)
+            x = x.clone() if delta is None else x.add(delta, alpha=self._layers[-1].residual_scale)
+            return x.unsqueeze(0)
         x = hidden_states[0].clone()  # updated in place from layer to layer
         if self._workspace is None or self._workspace.max_rows < len(x):
             self._workspace = None  # free the old one before the new one is allocated
             self._workspace = Workspace(self._layers[0], x, len(x))
-        delta = self._run(self._workspace, x, rotary, step_layout, added)
-        return x.add_(delta).unsqueeze(0)
+        delta = self._run(self._workspace, x, rotaries, step_layout, added)
+        return (x if delta is None else x.add_(delta, alpha=self._layers[-1].residual_scale)).unsqueeze(0)
+
+    @staticmethod
+    def _other_rotaries(
+        by_type: RotaryByType, hidden_states: torch.Tensor, positions: torch.Tensor | None
+    ) -> list[Rotary]:
+        """For the types after the first one."""
+        both = (by_type.module(hidden_states, positions, kind) for kind in by_type.types[1:])
+        return [(cos[0], sin[0]) for cos, sin in both]
 
     def _run(
         self,
         workspace: Workspace,
         x: torch.Tensor,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         layout: NativeLayout,
         added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
-    ) -> torch.Tensor:
+    ) -> torch.Tensor | None:
         """All layers. x: (num_tokens, hidden), changed in place. Returns what is to be added to x: one of the
-        workspace's buffers."""
+        workspace's buffers, or None if it has been added."""
         buffers = workspace.rows(self._layers[0], len(x))
         delta = None
         for index, layer in enumerate(self._layers):
-            self._kernels.rms_norm(x, layer.input_norm, layer.eps, buffers.normed, delta)
-            self._attend(index, layer, buffers, rotary, layout)
-            delta = buffers.delta
-            self._kernels.rms_norm(x, layer.attention_norm, layer.eps, buffers.normed, delta)
-            self._gated_mlp(layer, buffers)
+            normed = self._normed(x, delta, layer, layer.input_norm, buffers)
+            self._attend(index, layer, normed, buffers, rotaries, layout)
+            delta = self._to_be_added(x, layer, layer.attention_output_norm, buffers)
+            normed = self._normed(x, delta, layer, layer.mlp_norm, buffers)
+            self._gated_mlp(layer, normed, buffers)
+            delta = self._to_be_added(x, layer, layer.mlp_output_norm, buffers)
             if added is not None and index < len(added[1]):
                 x.index_add_(0, added[0], added[1][index])
-        return buffers.delta
+        return delta
+
+    def _normed(
+        self,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        layer: FusedLayer,
+        norm: torch.Tensor | None,
+        buffers: StepBuffers,
+    ) -> torch.Tensor:
+        """What a block reads of x, to which delta is added first. Without a norm, delta has been added already."""
+        if norm is None:
+            return x
+        self._kernels.rms_norm(x, norm, layer.eps, buffers.normed, delta, layer.residual_scale)
+        return buffers.normed
+
+    def _to_be_added(
+        self, x: torch.Tensor, layer: FusedLayer, norm: torch.Tensor | None, buffers: StepBuffers
+    ) -> torch.Tensor | None:
+        """What is to be added to x after a block: None if the block's result has a norm, which adds it at once."""
+        if norm is None:
+            return buffers.delta
+        self._kernels.rms_norm(buffers.delta, norm, layer.eps, x, is_added=True)
+        return None
 
     def _attend(
         self,
         index: int,
         layer: FusedLayer,
+        normed: torch.Tensor,
         buffers: StepBuffers,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         layout: NativeLayout,
     ) -> None:
         """delta = the attention block's output for normed."""
-        layer.qkv(buffers.normed, buffers.qkv)
+        layer.qkv(normed, buffers.qkv)
+        norms = layer.head_norms
+        if norms is not None and layer.has_wide_norms:
+            for heads, weight in zip((buffers.queries, buffers.keys), norms[:2], strict=True):
+                self._kernels.rms_norm(heads.flatten(1), weight, norms[2], heads.flatten(1))
+            norms = None
         self._kernels.rotary_and_write(
             buffers.queries,
             buffers.keys,
             buffers.values,
             layout.slots,
             layout.cache.layers[index],
-            rotary,
-            layer.head_norms,
+            None if layer.rotary is None else rotaries[layer.rotary],
+            norms,
         )
         layout.read(index, buffers.queries, layer.params, buffers.attended)
         layer.attention_out(buffers.attended.flatten(1), buffers.delta)
 
-    def _gated_mlp(self, layer: FusedLayer, buffers: StepBuffers) -> None:
+    def _gated_mlp(self, layer: FusedLayer, normed: torch.Tensor, buffers: StepBuffers) -> None:
         """delta = the MLP's output for normed, some rows at a time."""
-        for first in range(0, len(buffers.normed), MLP_ROWS):
-            normed, delta = (x[first : first + MLP_ROWS] for x in (buffers.normed, buffers.delta))
-            activated = buffers.activated[: len(normed)]
-            layer.gate_up(normed, activated)
+        for first in range(0, len(normed), MLP_ROWS):
+            part, delta = (x[first : first + MLP_ROWS] for x in (normed, buffers.delta))
+            activated = buffers.activated[: len(part)]
+            layer.gate_up(part, activated)
             layer.down(activated, delta)
 
 
@@ -213,16 +270,18 @@ class NativeRMSNorm(nn.Module):
 
 def can_fuse(model: nn.Module, groups: Sequence[CacheGroup]) -> bool:
     """Whether `fuse` knows the model's layers, and all have the same shape."""
-    return type(getattr(model, "model", None)) in FUSIBLE and why_not_fused(model, groups) is None
+    return family_of(getattr(model, "model", None)) is not None and why_not_fused(model, groups) is None
 
 
 def why_not_fused(model: Any, groups: Sequence[CacheGroup]) -> str | None:
     """What keeps a model of a known architecture from being fused, as text for the user; None if nothing does, or if
     its architecture is not known."""
-    if type(getattr(model, "model", None)) not in FUSIBLE:
+    family = family_of(getattr(model, "model", None))
+    if family is None:
         return None
-    if model.config.hidden_act != "silu":
-        return f"its activation is {model.config.hidden_act}"
+    activation = getattr(model.config, family.activation)
+    if activation not in ACTIVATIONS:
+        return f"its activation is {activation}"
     if model.config.hidden_size % 2 or model.config.intermediate_size % 2:
         return "its sizes are odd"  # bfloat16 rows are read in pairs
     shapes = {(group.num_heads, group.num_kv_heads, group.key_dim, group.value_dim) for group in groups}
@@ -232,29 +291,114 @@ def why_not_fused(model: Any, groups: Sequence[CacheGroup]) -> str | None:
 def fuse(model: Any, groups: Sequence[CacheGroup], kernels: NativeKernels, linear_format: LinearFormat) -> None:
     """Replace the model's decoder layers, in place. Afterwards it can only run packed steps in native layouts."""
     decoder = model.model
-    fused = []
-    for index, group in enumerate(by_layer(groups)):
-        fused.append(fused_layer(decoder.layers[index], group, linear_format))
-        decoder.layers[index] = nn.Identity()  # frees the weights that were copied
-    decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
-    decoder.norm = NativeRMSNorm(kernels, decoder.norm.weight, decoder.norm.variance_epsilon)
+    family = family_of(decoder)
+    assert family is not None, "the caller asks `can_fuse`"
+    stack = fused_stack(decoder, _freed(decoder.layers), groups, kernels, linear_format)
+    decoder.layers = nn.ModuleList([stack])
+    decoder.norm = NativeRMSNorm(kernels, _norm_weight(decoder.norm, family), _eps(decoder.norm))
 
 
-def fused_layer(layer: Any, group: CacheGroup, linear_format: LinearFormat) -> FusedLayer:
-    """One of the model's layers in the form that `FusedStack` needs."""
+def fused_stack(
+    decoder: Any,
+    layers: Iterable[Any],
+    groups: Sequence[CacheGroup],
+    kernels: NativeKernels,
+    linear_format: LinearFormat,
+) -> FusedStack:
+    """The stack of some of a decoder's first layers, or of all."""
+    fused = fused_layers(decoder, layers, groups, linear_format)
+    family = family_of(decoder)
+    by_type = family is not None and family.has_rotary_by_type
+    return FusedStack(kernels, fused, RotaryByType(decoder.rotary_emb, _types(decoder)) if by_type else None)
+
+
+def fused_layers(
+    decoder: Any, layers: Iterable[Any], groups: Sequence[CacheGroup], linear_format: LinearFormat
+) -> list[FusedLayer]:
+    """Some of a decoder's first layers, or all, in the form that `FusedStack` needs."""
+    family = family_of(decoder)
+    assert family is not None, "the caller asks `can_fuse`"
+    return [
+        _fused_layer(family, decoder, layer, group, linear_format)
+        for layer, group in zip(layers, by_layer(groups), strict=False)
+    ]
+
+
+def _freed(layers: nn.ModuleList) -> Iterable[nn.Module]:
+    """The layers one by one. Once the next one is taken, the list no longer holds the one before it."""
+    for index in range(len(layers)):
+        yield layers[index]
+        layers[index] = nn.Identity()
+
+
+def _types(decoder: Any) -> tuple[str, ...]:
+    """The types of a decoder's layers, in the order in which they first occur."""
+    return tuple(dict.fromkeys(decoder.config.layer_types))
+
+
+def _fused_layer(
+    family: LayerFamily, decoder: Any, layer: Any, group: CacheGroup, linear_format: LinearFormat
+) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
+    norms = [
+        None if name is None else getattr(layer, name)
+        for name in (family.input_norm, family.attention_output_norm, family.mlp_norm, family.mlp_output_norm)
+    ]
+    input_norm, attention_output_norm, mlp_norm, mlp_output_norm = (_norm_weight(norm, family) for norm in norms)
     head_norms = None
     if hasattr(attention, "q_norm"):
-        head_norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.variance_epsilon)
+        query_weight, key_weight = (_norm_weight(norm, family) for norm in (attention.q_norm, attention.k_norm))
+        head_norms = (query_weight, key_weight, _eps(attention.q_norm))
+    softcap = None if family.softcap is None else getattr(attention, family.softcap)
     return FusedLayer(
         group=group,
-        params=AttentionParams(attention.scaling, group.sliding_window),
-        eps=layer.input_layernorm.variance_epsilon,
-        input_norm=layer.input_layernorm.weight,
-        attention_norm=layer.post_attention_layernorm.weight,
+        params=AttentionParams(attention.scaling, group.sliding_window, softcap),
+        rotary=_rotary_index(family, decoder, attention),
+        eps=next(_eps(norm) for norm in norms if norm is not None),
+        input_norm=input_norm,
+        attention_output_norm=attention_output_norm,
+        mlp_norm=mlp_norm,
+        mlp_output_norm=mlp_output_norm,
+        residual_scale=1.0 if family.residual_scale is None else getattr(layer, family.residual_scale),
         head_norms=head_norms,
-        qkv=linear_format.join(attention.q_proj, attention.k_proj, attention.v_proj),
+        has_wide_norms=head_norms is not None and len(head_norms[0]) != group.key_dim,
+        qkv=linear_format.join(*_projections(family, attention)),
         attention_out=linear_format.join(attention.o_proj),
-        gate_up=linear_format.gate(mlp.gate_proj, mlp.up_proj),
+        gate_up=linear_format.gate(*_gate_and_up(family, mlp), _activation(family, decoder)),
         down=linear_format.join(mlp.down_proj),
     )
+
+
+def _activation(family: LayerFamily, decoder: Any) -> Gate:
+    return ACTIVATIONS[getattr(decoder.config, family.activation)]
+
+
+def _rotary_index(family: LayerFamily, decoder: Any, attention: Any) -> int | None:
+    if not family.rotates(attention):
+        return None
+    is_by_type = family.has_rotary_by_type
+    return _types(decoder).index(decoder.config.layer_types[attention.layer_idx]) if is_by_type else 0
+
+
+def _projections(family: LayerFamily, attention: Any) -> list[Any]:
+    """Of queries, keys and values."""
+    return [attention.qkv_proj] if family.is_joined else [attention.q_proj, attention.k_proj, attention.v_proj]
+
+
+def _gate_and_up(family: LayerFamily, mlp: Any) -> tuple[Any, Any]:
+    if not family.is_joined:
+        return mlp.gate_proj, mlp.up_proj
+    half = mlp.gate_up_proj.out_features // 2
+    return picked(mlp.gate_up_proj, slice(half)), picked(mlp.gate_up_proj, slice(half, None))
+
+
+def _norm_weight(norm: Any, family: LayerFamily) -> Any:
+    """A norm's weight as the kernels multiply with it; None for no norm."""
+    if norm is None:
+        return None
+    return norm.weight.detach().float() + family.norm_offset if family.norm_offset else norm.weight
+
+
+def _eps(norm: Any) -> float:
+    """The modules of the families use one of two names."""
+    return float(norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from batchline.engine.linear_layers import AnyLinear, FloatFormat, LinearLayer, plain_linears
+from batchline.engine.linear_layers import AnyLinear, FloatFormat, LinearLayer, Rows, plain_linears
 from batchline.errors import UnsupportedModel
 from batchline.native.grouped import (
     GroupedFormat,
@@ -25,9 +25,11 @@ from batchline.native.grouped import (
     joined,
     pack_grouped,
     pack_grouped_gated,
+    picked_outputs,
     quantized,
     rounded_groups,
 )
+from batchline.native.packing import Gate
 
 LARGEST_WEIGHT = 4e5
 """The scale of a group with larger numbers may be no finite float16."""
@@ -43,6 +45,10 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = weight
         self.in_features, self.out_features = weight.num_inputs, weight.num_outputs
+
+    def picked(self, rows: Rows) -> GroupedLinear:
+        """See `linear_layers.picked`."""
+        return GroupedLinear(picked_outputs(self.weight, rows))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., inputs). Returns (..., outputs), of x's dtype."""
@@ -121,6 +127,7 @@ class GatedLayer:
 
     gate: LinearLayer[Any]
     up: LinearLayer[Any]
+    activation: Gate
 
     @property
     def num_outputs(self) -> int:
@@ -132,7 +139,8 @@ class GatedLayer:
         gate = torch.empty_like(out)
         self.gate(x, gate)
         self.up(x, out)
-        out.mul_(nn.functional.silu(gate))
+        is_silu = self.activation is Gate.SILU
+        out.mul_(nn.functional.silu(gate) if is_silu else nn.functional.gelu(gate, approximate="tanh"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +160,14 @@ class GroupedLayers:
             return self._single(linears[0])
         return JoinedLayer([self._single(linear) for linear in linears])
 
-    def gate(self, gate: GroupedLinear | nn.Linear, up: GroupedLinear | nn.Linear) -> AnyLinear:
+    def gate(self, gate: GroupedLinear | nn.Linear, up: GroupedLinear | nn.Linear, activation: Gate) -> AnyLinear:
         """See `LinearFormat`."""
         if isinstance(gate, GroupedLinear) and isinstance(up, GroupedLinear):
             if gate.weight.format is up.weight.format and (gate.weight.bias is None) == (up.weight.bias is None):
-                return LinearLayer(self.kernels, pack_grouped_gated(gate.weight, up.weight))
+                return LinearLayer(self.kernels, pack_grouped_gated(gate.weight, up.weight, activation))
         elif isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
-            return self.floats.gate(gate, up)
-        return GatedLayer(self._single(gate), self._single(up))
+            return self.floats.gate(gate, up, activation)
+        return GatedLayer(self._single(gate), self._single(up), activation)
 
     def _single(self, linear: GroupedLinear | nn.Linear) -> LinearLayer[Any]:
         if isinstance(linear, GroupedLinear):

@@ -12,6 +12,7 @@ is refused.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from batchline.errors import UnsupportedModel
 from batchline.native.int8 import Int8Kernels, PackedInt8Linear, pack_int8, pack_int8_gated, quantize
 from batchline.native.library import NativeKernels
-from batchline.native.packing import PackedLinear, pack, pack_gated
+from batchline.native.packing import Gate, PackedLinear, pack, pack_gated
 
 
 class PackedWeight(Protocol):
@@ -40,7 +41,7 @@ class LinearKernels(Protocol[_Weight_contra]):
     """Kernels for one kind of packed weight."""
 
     def linear(self, x: torch.Tensor, weight: _Weight_contra, out: torch.Tensor) -> None:
-        """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, num_outputs)."""
+        """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, num_outputs)."""
 
 
 class AnyLinear(Protocol):
@@ -71,14 +72,18 @@ class LinearLayer(Generic[Weight]):
         self.kernels.linear(x, self.weight, out)
 
 
+Rows = slice | torch.Tensor
+"""Which outputs of a linear layer, and in which order: a slice or int64 numbers."""
+
+
 class LinearFormat(Protocol):
     """Packs a model's linear modules. They are of one kind; all have a bias, or no bias."""
 
     def join(self, *linears: Any) -> AnyLinear:
         """One layer with the concatenated outputs of all."""
 
-    def gate(self, gate: Any, up: Any) -> AnyLinear:
-        """One layer with the outputs silu(gate) * up."""
+    def gate(self, gate: Any, up: Any, activation: Gate) -> AnyLinear:
+        """One layer with the outputs activation(gate) * up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +98,10 @@ class FloatFormat:
         biases: list[torch.Tensor] = [linear.bias for linear in linears if linear.bias is not None]
         return LinearLayer(self.kernels, pack(torch.cat(weights), torch.cat(biases) if biases else None))
 
-    def gate(self, gate: nn.Linear, up: nn.Linear) -> LinearLayer[PackedLinear]:
+    def gate(self, gate: nn.Linear, up: nn.Linear, activation: Gate) -> LinearLayer[PackedLinear]:
         """See `LinearFormat`."""
-        return LinearLayer(self.kernels, pack_gated(*(pack(linear.weight, linear.bias) for linear in (gate, up))))
+        first, second = (pack(linear.weight, linear.bias) for linear in (gate, up))
+        return LinearLayer(self.kernels, pack_gated(first, second, activation))
 
 
 class Int8Linear(nn.Module):
@@ -112,6 +118,13 @@ class Int8Linear(nn.Module):
     def out_features(self) -> int:
         """The original layer's number of outputs."""
         return len(self.values)
+
+    def picked(self, rows: Rows) -> Int8Linear:
+        """See `picked`."""
+        linear = copy.copy(self)
+        linear.values, linear.scales = self.values[rows], self.scales[rows]
+        linear.bias = None if self.bias is None else self.bias[rows]
+        return linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: (..., inputs). Returns (..., outputs), of x's dtype."""
@@ -149,9 +162,20 @@ class Int8Format:
         values, scales = (torch.cat(parts) for parts in zip(*((x.values, x.scales) for x in linears), strict=True))
         return LinearLayer(self.kernels, pack_int8(values, scales, torch.cat(biases) if biases else None))
 
-    def gate(self, gate: Int8Linear, up: Int8Linear) -> LinearLayer[PackedInt8Linear]:
+    def gate(self, gate: Int8Linear, up: Int8Linear, activation: Gate) -> LinearLayer[PackedInt8Linear]:
         """See `LinearFormat`."""
-        return LinearLayer(self.kernels, pack_int8_gated(self.join(gate).weight, self.join(up).weight))
+        return LinearLayer(self.kernels, pack_int8_gated(self.join(gate).weight, self.join(up).weight, activation))
+
+
+def picked(linear: Any, rows: Rows) -> Any:
+    """A layer of the same kind with some of a linear layer's outputs."""
+    if not isinstance(linear, nn.Linear):
+        return linear.picked(rows)
+    weight = linear.weight[rows]
+    part = nn.Linear(linear.in_features, len(weight), bias=False, device="meta")
+    part.weight = nn.Parameter(weight, requires_grad=False)
+    part.bias = None if linear.bias is None else nn.Parameter(linear.bias[rows], requires_grad=False)
+    return part
 
 
 def _is_norm(module: nn.Module) -> bool:

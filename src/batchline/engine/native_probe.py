@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from batchline.engine.fusion import FusedStack, can_fuse, fused_layer
-from batchline.engine.kv_cache import CacheShape, by_layer
+from batchline.engine.fusion import can_fuse, fused_stack
+from batchline.engine.kv_cache import CacheShape
 from batchline.engine.linear_layers import LinearFormat
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.probe import Probe, first_layers_in_float32, run_to_head
@@ -70,8 +70,7 @@ def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels, linear_form
     decoder = model.model
     layers = decoder.layers
     wide = [copy.deepcopy(layer).float() for layer in layers]
-    fused = [fused_layer(*pair, linear_format) for pair in zip(wide, by_layer(probe.groups), strict=False)]
-    decoder.layers = nn.ModuleList([FusedStack(kernels, fused)])
+    decoder.layers = nn.ModuleList([fused_stack(decoder, wide, probe.groups, kernels, linear_format)])
     try:
         yield
     finally:

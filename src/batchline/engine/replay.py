@@ -8,7 +8,7 @@ with such work are never replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +26,9 @@ MIN_TABLE = 4096
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, (num_tokens, rotary_dim) each."""
 
-Layers = Callable[[torch.Tensor, Rotary, NativeLayout], torch.Tensor]
+Layers = Callable[[torch.Tensor, Sequence[Rotary], NativeLayout], torch.Tensor | None]
 """Runs all layers on (num_tokens, hidden), in place, with buffers that are never moved, for at most MAX_ROWS rows.
-Returns one of the buffers: what is to be added to the rows."""
+Returns one of the buffers: what is to be added to the rows; None if nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class _Recorded:
     """The calls of steps with one number of rows, and the result that they write."""
 
     replay: Replay
-    delta: torch.Tensor
+    delta: torch.Tensor | None
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no annotations for it
@@ -61,7 +61,8 @@ class DecodeReplay:
     def __init__(self) -> None:
         self._is_possible = True
         self._recorded: dict[int, _Recorded] = {}
-        self._x = self._cos = self._sin = torch.empty(0)
+        self._x = torch.empty(0)
+        self._rotaries: list[Rotary] = []
         self._layout: NativeLayout | None = None
 
     def takes(self, layout: NativeLayout) -> bool:
@@ -70,10 +71,12 @@ class DecodeReplay:
         is_small = num_rows <= MAX_ROWS and num_rows == len(layout.segments)
         return self._is_possible and is_small and layout.both_ways is None
 
-    def __call__(self, layers: Layers, x: torch.Tensor, rotary: Rotary, layout: NativeLayout) -> torch.Tensor:
-        """The result of all layers. layers: the same ones every time. x: (num_tokens, hidden), unchanged. layout: one
-        that `takes` accepts."""
-        inputs = self._put(x, rotary, layout)
+    def __call__(
+        self, layers: Layers, x: torch.Tensor, rotaries: Sequence[Rotary], layout: NativeLayout
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What all layers make of x, (num_tokens, hidden), and what is to be added to it; the next step overwrites
+        both. layers: the same ones every time. x: unchanged. layout: one that `takes` accepts."""
+        inputs = self._put(x, rotaries, layout)
         recorded = self._recorded.get(len(x))
         if recorded is None:
             with recording() as made, _Watch() as watch:  # type: ignore[no-untyped-call]
@@ -82,29 +85,36 @@ class DecodeReplay:
                 self._is_possible = False
             else:
                 self._recorded[len(x)] = _Recorded(made.finish(), delta)
-            return inputs[0] + delta
+            return inputs[0], delta
         recorded.replay()
-        return inputs[0] + recorded.delta
+        return inputs[0], recorded.delta
 
-    def _put(self, x: torch.Tensor, rotary: Rotary, layout: NativeLayout) -> tuple[torch.Tensor, Rotary, NativeLayout]:
+    def _put(
+        self, x: torch.Tensor, rotaries: Sequence[Rotary], layout: NativeLayout
+    ) -> tuple[torch.Tensor, list[Rotary], NativeLayout]:
         """Copy a step's inputs to where the recorded calls read them. Returns the copies."""
         num_rows, num_blocks = len(x), len(layout.tables)
         own = self._layout
         if own is None or own.cache is not layout.cache or num_blocks > len(own.tables):
-            own = self._layout = self._new_buffers(x, rotary, layout.cache, num_blocks)
+            own = self._layout = self._new_buffers(x, rotaries, layout.cache, num_blocks)
         own.tables[:num_blocks] = layout.tables
-        pairs = ((self._x, x), (self._cos, rotary[0]), (self._sin, rotary[1]))
-        in_layout = ((own.slots, layout.slots), (own.segments, layout.segments))
-        for to, given in (*pairs, *in_layout):
+        pairs = [(self._x, x), (own.slots, layout.slots), (own.segments, layout.segments)]
+        for kept, rotary in zip(self._rotaries, rotaries, strict=True):
+            pairs += zip(kept, rotary, strict=True)
+        for to, given in pairs:
             to[:num_rows] = given
         copied = NativeLayout(own.cache, own.slots[:num_rows], own.segments[:num_rows], own.tables[:num_blocks])
-        return self._x[:num_rows], (self._cos[:num_rows], self._sin[:num_rows]), copied
+        return self._x[:num_rows], [(cos[:num_rows], sin[:num_rows]) for cos, sin in self._rotaries], copied
 
-    def _new_buffers(self, x: torch.Tensor, rotary: Rotary, cache: NativeKVCache, num_blocks: int) -> NativeLayout:
+    def _new_buffers(
+        self, x: torch.Tensor, rotaries: Sequence[Rotary], cache: NativeKVCache, num_blocks: int
+    ) -> NativeLayout:
         """Buffers for the largest step; calls recorded on earlier ones are forgotten."""
         self._recorded.clear()
         self._x = x.new_empty(MAX_ROWS, x.shape[1])
-        self._cos, self._sin = (part.new_empty(MAX_ROWS, part.shape[1]) for part in rotary)
+        self._rotaries = [
+            (cos.new_empty(MAX_ROWS, cos.shape[1]), sin.new_empty(MAX_ROWS, sin.shape[1])) for cos, sin in rotaries
+        ]
         numbers = torch.empty(0, dtype=torch.int64)
         return NativeLayout(
             cache=cache,

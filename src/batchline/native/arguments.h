@@ -21,7 +21,8 @@ constexpr int64_t round_up(int64_t a, int64_t b) { return divide_up(a, b) * b; }
 template <class T>
 constexpr int kPair = static_cast<int>(sizeof(float) / sizeof(T));
 
-// out = normalised (x + delta) * weight; x + delta is written back to x. delta may be null.
+// out = normalised (x + delta_scale * delta) * weight; that sum is written back to x. delta may be null. Without it,
+// is_added: out += normalised x * weight.
 struct RmsNormArgs {
   void* x;
   const void* delta;
@@ -29,11 +30,16 @@ struct RmsNormArgs {
   void* out;
   int64_t rows, dim;
   int64_t x_stride, delta_stride, out_stride;
-  float eps;
+  float eps, delta_scale;
+  int64_t is_added;
+  int64_t has_float_weight;  // the weight is float, whatever x is
 };
 
+// What a gated layer does with its gate: silu(gate) * up, or gelu(gate) * up with GELU's approximation by tanh.
+enum Gate : int64_t { kNoGate, kSilu, kGeluTanh };
+
 // out = x * weight^T + bias, with the weight in panels: (panels, pairs of inputs, kPanel, pair), zero-padded. Gated: the
-// panels alternate between gate and up, and out = silu(gate) * up has half as many columns.
+// panels alternate between gate and up, and out = silu(gate) * up, or as `Gate` says, has half as many columns.
 struct LinearArgs {
   const void* x;
   const void* panels;
@@ -41,9 +47,10 @@ struct LinearArgs {
   void* out;
   int64_t rows, inputs, outputs;  // outputs: columns of out
   int64_t x_stride, out_stride;
-  int64_t is_gated;
+  int64_t gate;  // a `Gate`
 
-  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
+  bool is_gated() const { return gate != kNoGate; }
+  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated() ? 2 : 1); }
 };
 
 constexpr int64_t kMaxItemRows = 96;
@@ -91,6 +98,7 @@ struct RotaryArgs {
   int64_t query_head_stride, key_head_stride, value_head_stride;
   int64_t cos_stride;
   float eps;
+  int64_t has_float_weights, has_float_rotary;  // weights, or cosines and sines, are float, whatever the heads are
 };
 
 // One sequence's part of a packed step: query rows [row, row + num_queries) are its context's last positions.

@@ -1,39 +1,69 @@
 // The steps between matrix products: normalisation, rotary embedding with the cache write.
 
+// x as it is once it has been stored as a T.
 template <class T>
-void rms_norm_row(T* x, const T* delta, const T* weight, T* out, int64_t dim, float eps) {
+inline F32 rounded(F32 x) {
+  T stored[kLanes];
+  store(stored, x);
+  return load(stored);
+}
+
+// Calls run(numbers) with their type: float, or T.
+template <class T, class Run>
+inline void with_numbers(const void* numbers, bool is_float, Run run) {
+  if (is_float) {
+    run(static_cast<const float*>(numbers));
+  } else {
+    run(static_cast<const T*>(numbers));
+  }
+}
+
+template <class T, class Weight>
+void rms_norm_row(T* x, const T* delta, float delta_scale, const Weight* weight, T* out, int64_t dim, float eps,
+                  bool is_added) {
   F32 squares = {};
   float tail_squares = 0;
   int64_t i = 0;
   for (; i + kLanes <= dim; i += kLanes) {
     F32 value = load(x + i);
     if (delta != nullptr) {
-      store(x + i, value + load(delta + i));
+      store(x + i, value + load(delta + i) * delta_scale);
       value = load(x + i);  // use the rounded number, which the next layer also gets
     }
     squares += value * value;
   }
   for (; i < dim; ++i) {
-    if (delta != nullptr) narrow(widen(x[i]) + widen(delta[i]), x + i);
+    if (delta != nullptr) narrow(widen(x[i]) + widen(delta[i]) * delta_scale, x + i);
     tail_squares += widen(x[i]) * widen(x[i]);
   }
   const float factor = 1.0f / __builtin_sqrtf((sum_of(squares) + tail_squares) / static_cast<float>(dim) + eps);
+  if (is_added) {
+    for (i = 0; i + kLanes <= dim; i += kLanes)
+      store(out + i, load(out + i) + rounded<T>(load(x + i) * factor * load(weight + i)));
+    for (; i < dim; ++i) {
+      T normed;
+      narrow(widen(x[i]) * factor * widen(weight[i]), &normed);
+      narrow(widen(out[i]) + widen(normed), out + i);
+    }
+    return;
+  }
   for (i = 0; i + kLanes <= dim; i += kLanes) store(out + i, load(x + i) * factor * load(weight + i));
   for (; i < dim; ++i) narrow(widen(x[i]) * factor * widen(weight[i]), out + i);
 }
 
 template <class T>
 void rms_norm(const RmsNormArgs& a, int64_t first_row, int64_t end_row) {
-  for (int64_t row = first_row; row < end_row; ++row) {
-    const T* delta = static_cast<const T*>(a.delta);
-    rms_norm_row(static_cast<T*>(a.x) + row * a.x_stride, delta == nullptr ? nullptr : delta + row * a.delta_stride,
-                 static_cast<const T*>(a.weight), static_cast<T*>(a.out) + row * a.out_stride, a.dim, a.eps);
-  }
+  const T* delta = static_cast<const T*>(a.delta);
+  with_numbers<T>(a.weight, a.has_float_weight, [&](const auto* weight) {
+    for (int64_t row = first_row; row < end_row; ++row)
+      rms_norm_row(static_cast<T*>(a.x) + row * a.x_stride, delta == nullptr ? nullptr : delta + row * a.delta_stride,
+                   a.delta_scale, weight, static_cast<T*>(a.out) + row * a.out_stride, a.dim, a.eps, a.is_added);
+  });
 }
 
 // The model's own rotation: the first half of the rotary dimensions turns against the second.
-template <class T>
-void rotate(T* head, const T* cos, const T* sin, int64_t rotary_dim) {
+template <class T, class Angle>
+void rotate(T* head, const Angle* cos, const Angle* sin, int64_t rotary_dim) {
   const int64_t half = rotary_dim / 2;
   int64_t i = 0;
   for (; i + kLanes <= half; i += kLanes) {
@@ -49,11 +79,16 @@ void rotate(T* head, const T* cos, const T* sin, int64_t rotary_dim) {
 }
 
 template <class T>
-void prepare_head(T* head, const T* weight, const RotaryArgs& a, int64_t row) {
-  if (weight != nullptr) rms_norm_row<T>(head, nullptr, weight, head, a.cache.key_dim, a.eps);
+void prepare_head(T* head, const void* weight, const RotaryArgs& a, int64_t row) {
+  if (weight != nullptr)
+    with_numbers<T>(weight, a.has_float_weights, [&](const auto* numbers) {
+      rms_norm_row<T>(head, nullptr, 1.0f, numbers, head, a.cache.key_dim, a.eps, false);
+    });
   if (a.cos == nullptr) return;
   const int64_t offset = row * a.cos_stride;
-  rotate(head, static_cast<const T*>(a.cos) + offset, static_cast<const T*>(a.sin) + offset, a.rotary_dim);
+  with_numbers<T>(a.cos, a.has_float_rotary, [&](const auto* cos) {
+    rotate(head, cos + offset, static_cast<decltype(cos)>(a.sin) + offset, a.rotary_dim);
+  });
 }
 
 template <class T>
@@ -80,11 +115,11 @@ void rotary(const RotaryArgs& a, int64_t first_row, int64_t end_row) {
   for (int64_t row = first_row; row < end_row; ++row) {
     T* query = static_cast<T*>(a.query) + row * a.query_stride;
     for (int64_t head = 0; head < a.num_heads; ++head)
-      prepare_head(query + head * a.query_head_stride, static_cast<const T*>(a.query_weight), a, row);
+      prepare_head(query + head * a.query_head_stride, a.query_weight, a, row);
     for (int64_t head = 0; head < a.cache.num_kv_heads; ++head) {
       const T* from = static_cast<const T*>(a.key) + row * a.key_stride + head * a.key_head_stride;
       __builtin_memcpy(key, from, static_cast<size_t>(a.cache.key_dim) * sizeof(T));
-      prepare_head(key, static_cast<const T*>(a.key_weight), a, row);
+      prepare_head(key, a.key_weight, a, row);
       write_key(a.cache, a.slots[row], head, key);
       write_value(a.cache, a.slots[row], head,
                   static_cast<const T*>(a.value) + row * a.value_stride + head * a.value_head_stride);

@@ -1,10 +1,27 @@
 // The operations after a product, while its sums are still in registers.
 
-// As precise as a result of type T needs: the approximations below are within 7e-5 and 6e-5 of it.
+// x * sigmoid(y), as precise as a result of type T needs: the approximations below are within 7e-5 and 6e-5 of it.
+template <class T>
+inline F32 times_sigmoid(F32 x, F32 y) {
+  if constexpr (sizeof(T) == sizeof(float)) return x / (1.0f + exp(-y));
+  return x * rough_inverse(1.0f + exp2<4>(min(splat(128.0f), y * -kLog2E)));
+}
+
 template <class T>
 inline F32 silu(F32 x) {
-  if constexpr (sizeof(T) == sizeof(float)) return x / (1.0f + exp(-x));
-  return x * rough_inverse(1.0f + exp2<4>(min(splat(128.0f), x * -kLog2E)));
+  return times_sigmoid<T>(x, x);
+}
+
+// x / 2 * (1 + tanh(z)) is x * sigmoid(2 * z).
+template <class T>
+inline F32 gelu_tanh(F32 x) {
+  constexpr float kLinear = 1.5957691216057308f;  // 2 * sqrt(2 / pi)
+  return times_sigmoid<T>(x, x * (kLinear + x * x * (kLinear * 0.044715f)));
+}
+
+template <class T>
+inline F32 activated(int64_t gate, F32 x) {
+  return gate == kGeluTanh ? gelu_tanh<T>(x) : silu<T>(x);
 }
 
 template <class T>

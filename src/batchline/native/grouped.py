@@ -19,7 +19,7 @@ import torch
 from batchline.config import CpuKernels
 from batchline.native.int8 import BEST_ISA, SMALLEST_RANGE, Int8Isa, supported_isas
 from batchline.native.library import Kernel, check, load_library, opened, record, run_parallel
-from batchline.native.packing import PANEL, alternating, padded
+from batchline.native.packing import PANEL, Gate, alternating, padded
 
 GROUP = 32
 SUPER_GROUPS = 8
@@ -96,7 +96,7 @@ class PackedGrouped:
     bias: torch.Tensor | None
     num_outputs: int
     num_inputs: int
-    is_gated: bool = False
+    gate: Gate = Gate.NONE
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -115,7 +115,7 @@ class GroupedLinearArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "values", "scales", "minima", "fine_scales", "fine_minima")),
         *((name, ctypes.c_void_p) for name in ("bias", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "gate")),
         ("format", ctypes.c_int64),
     ]
 
@@ -147,7 +147,7 @@ def pack_grouped(weight: GroupedWeight, bias: torch.Tensor | None = None) -> Pac
     )
 
 
-def pack_grouped_gated(gate: PackedGrouped, up: PackedGrouped) -> PackedGrouped:
+def pack_grouped_gated(gate: PackedGrouped, up: PackedGrouped, activation: Gate = Gate.SILU) -> PackedGrouped:
     """Both projections as one. They have the same shape and format, and both or neither have a bias."""
     values, scales, fine_scales, minima, fine_minima = (
         None if one is None or other is None else torch.stack((one, other), 1).flatten(0, 1)
@@ -166,7 +166,7 @@ def pack_grouped_gated(gate: PackedGrouped, up: PackedGrouped) -> PackedGrouped:
         minima=minima,
         fine_minima=fine_minima,
         bias=bias,
-        is_gated=True,
+        gate=activation,
     )
 
 
@@ -194,6 +194,35 @@ def joined(weights: Sequence[PackedGrouped]) -> PackedGrouped | None:
         fine_minima=fine_minima,
         bias=together([w.bias for w in weights]),
         num_outputs=sum(w.num_outputs for w in weights),
+    )
+
+
+def picked_outputs(weight: PackedGrouped, rows: slice | torch.Tensor) -> PackedGrouped:
+    """Some outputs of a weight that is not gated. rows: a slice or int64 numbers."""
+    numbers = torch.arange(weight.num_outputs)[rows]
+    num_panels = -(-len(numbers) // PANEL)
+    filled = torch.cat((numbers, numbers[-1:].expand(num_panels * PANEL - len(numbers))))  # padding may be any output
+
+    def of_panels(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        """(num_panels, n, ...), where the columns of a panel are PANEL runs within the last dimension."""
+        if tensor is None:
+            return None
+        columns = tensor.view(len(tensor), -1, PANEL, _FOUR if tensor is weight.values else 1)
+        picked = columns[filled // PANEL, :, filled % PANEL].view(num_panels, PANEL, *columns.shape[1::2])
+        return picked.transpose(1, 2).reshape(num_panels, *tensor.shape[1:])
+
+    values, scales, fine_scales, minima, fine_minima = map(of_panels, weight.tensors)
+    assert values is not None
+    assert scales is not None
+    return replace(
+        weight,
+        values=values,
+        scales=scales,
+        fine_scales=fine_scales,
+        minima=minima,
+        fine_minima=fine_minima,
+        bias=None if weight.bias is None else weight.bias[filled],
+        num_outputs=len(numbers),
     )
 
 
@@ -247,8 +276,8 @@ class GroupedKernels:
         self._runtime = opened(library.batchline_grouped_open(int(isa), run_parallel()), isa)
 
     def linear(self, x: torch.Tensor, weight: PackedGrouped, out: torch.Tensor) -> None:
-        """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs), of x's dtype, which
-        is float32 or bfloat16."""
+        """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
+        which is float32 or bfloat16."""
         args = GroupedLinearArgs(
             x.data_ptr(),
             weight.values.data_ptr(),
@@ -263,7 +292,7 @@ class GroupedKernels:
             out.shape[1],
             x.stride(0),
             out.stride(0),
-            weight.is_gated,
+            weight.gate,
             weight.format,
         )
         is_bfloat16 = x.dtype is torch.bfloat16

@@ -33,11 +33,12 @@ struct GroupedLinearArgs {
   void* out;
   int64_t rows, inputs, outputs;  // outputs: columns of out
   int64_t x_stride, out_stride;
-  int64_t is_gated;
+  int64_t gate;  // a `Gate`
   int64_t format;
 
   int64_t num_groups() const { return divide_up(inputs, kGroup); }
-  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated ? 2 : 1); }
+  bool is_gated() const { return gate != kNoGate; }
+  int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated() ? 2 : 1); }
 };
 
 // Some rows of x, from first_row on, as bytes. For each group: its scale; what the integer sums of its two halves (or of

@@ -167,7 +167,7 @@ template <class T, int kRows, int kPanels>
 inline void finish_grouped_tile(const GroupedLinearArgs& a, const F32 (&sums)[kRows][kPanels * kVectors], int64_t row,
                                 int64_t panel) {
   constexpr int vectors = kPanels * kVectors;
-  const bool is_gated = kPanels == 2 && a.is_gated;
+  const bool is_gated = kPanels == 2 && a.is_gated();
   const int64_t first = (is_gated ? panel / 2 : panel) * kPanel;
   T* out = static_cast<T*>(a.out) + row * a.out_stride + first;
   for (int r = 0; r < kRows; ++r, out += a.out_stride) {
@@ -176,7 +176,7 @@ inline void finish_grouped_tile(const GroupedLinearArgs& a, const F32 (&sums)[kR
       x[c] = a.bias == nullptr ? sums[r][c] : sums[r][c] + load(a.bias + panel * kPanel + c * kLanes);
     if (is_gated) {
       for (int v = 0; v < kVectors; ++v)
-        store_columns(out + v * kLanes, silu<T>(x[v]) * x[v + vectors / 2], a.outputs - first - v * kLanes);
+        store_columns(out + v * kLanes, activated<T>(a.gate, x[v]) * x[v + vectors / 2], a.outputs - first - v * kLanes);
     } else {
       for (int c = 0; c < vectors; ++c) store_columns(out + c * kLanes, x[c], a.outputs - first - c * kLanes);
     }

@@ -16,7 +16,7 @@ import torch
 
 from batchline.config import CpuKernels
 from batchline.native.library import DTYPES, Kernel, check, load_library, opened, record, run_parallel
-from batchline.native.packing import alternating, in_panels, padded
+from batchline.native.packing import Gate, alternating, in_panels, padded
 
 LARGEST = 127
 """-128 is not used, because it has no positive counterpart."""
@@ -51,7 +51,7 @@ class Int8LinearArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "panels", "scales", "sums", "bias", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "gate")),
     ]
 
 
@@ -79,7 +79,7 @@ class PackedInt8Linear:
     sums: torch.Tensor
     bias: torch.Tensor | None
     num_outputs: int
-    is_gated: bool = False
+    gate: Gate = Gate.NONE
 
 
 def pack_int8(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None) -> PackedInt8Linear:
@@ -94,7 +94,7 @@ def pack_int8(values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | N
     )
 
 
-def pack_int8_gated(gate: PackedInt8Linear, up: PackedInt8Linear) -> PackedInt8Linear:
+def pack_int8_gated(gate: PackedInt8Linear, up: PackedInt8Linear, activation: Gate = Gate.SILU) -> PackedInt8Linear:
     """Both projections as one. They have the same shape, and both or neither have a bias."""
     bias = None
     if gate.bias is not None and up.bias is not None:
@@ -105,7 +105,7 @@ def pack_int8_gated(gate: PackedInt8Linear, up: PackedInt8Linear) -> PackedInt8L
         sums=alternating(gate.sums, up.sums),
         bias=bias,
         num_outputs=gate.num_outputs,
-        is_gated=True,
+        gate=activation,
     )
 
 
@@ -118,7 +118,7 @@ class Int8Kernels:
         self._runtime = opened(library.batchline_int8_open(int(isa), run_parallel()), isa)
 
     def linear(self, x: torch.Tensor, weight: PackedInt8Linear, out: torch.Tensor) -> None:
-        """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
+        """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
         which is float32 or bfloat16."""
         args = Int8LinearArgs(
             x.data_ptr(),
@@ -132,7 +132,7 @@ class Int8Kernels:
             out.shape[1],
             x.stride(0),
             out.stride(0),
-            weight.is_gated,
+            weight.gate,
         )
         dtype = DTYPES[x.dtype]
         record(Kernel.INT8_LINEAR, self._runtime, dtype, args)

@@ -45,7 +45,8 @@ class RmsNormArgs(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "delta", "weight", "out")),
         *((name, ctypes.c_int64) for name in ("rows", "dim", "x_stride", "delta_stride", "out_stride")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_float) for name in ("eps", "delta_scale")),
+        *((name, ctypes.c_int64) for name in ("is_added", "has_float_weight")),
     ]
 
 
@@ -54,7 +55,7 @@ class LinearArgs(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "panels", "bias", "out")),
-        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "is_gated")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "outputs", "x_stride", "out_stride", "gate")),
     ]
 
 
@@ -79,6 +80,7 @@ class RotaryArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_head_stride", "key_head_stride", "value_head_stride")),
         ("cos_stride", ctypes.c_int64),
         ("eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("has_float_weights", "has_float_rotary")),
     ]
 
 
@@ -180,9 +182,20 @@ class NativeKernels:
         self._runtime = opened(library.batchline_open(int(isa), run_parallel()), isa)
 
     def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor, delta: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor,
+        delta: torch.Tensor | None = None,
+        delta_scale: float = 1.0,
+        *,
+        is_added: bool = False,
     ) -> None:
-        """x += delta, then out = x / rms(x) * weight. x, delta, out: (rows, dim); weight: (dim,)."""
+        """x += delta_scale * delta, then out = x / rms(x) * weight, or with is_added out += that.
+
+        x, delta, out: (rows, dim); weight: (dim,), of their type or float32.
+        """
         rows, dim = x.shape
         args = RmsNormArgs(
             x.data_ptr(),
@@ -195,13 +208,16 @@ class NativeKernels:
             0 if delta is None else delta.stride(0),
             out.stride(0),
             eps,
+            delta_scale,
+            is_added,
+            weight.dtype is torch.float32,
         )
         dtype = DTYPES[x.dtype]
         record(Kernel.RMS_NORM, self._runtime, dtype, args)
         check(self._library.batchline_rms_norm(self._runtime, dtype, ctypes.byref(args)))
 
     def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor) -> None:
-        """out = x @ weight^T + bias, or silu(gate) * up. x: (rows, inputs); out: (rows, outputs)."""
+        """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, outputs)."""
         args = LinearArgs(
             x.data_ptr(),
             weight.panels.data_ptr(),
@@ -212,7 +228,7 @@ class NativeKernels:
             out.shape[1],
             x.stride(0),
             out.stride(0),
-            weight.is_gated,
+            weight.gate,
         )
         dtype = DTYPES[x.dtype]
         record(Kernel.LINEAR, self._runtime, dtype, args)
@@ -232,6 +248,7 @@ class NativeKernels:
 
         query: (rows, num_heads, key_dim); key, value: (rows, num_kv_heads, dim); slots: (rows,) int64.
         rotary: cosines and sines, (rows, rotary_dim) each. norms: weights (key_dim,) for queries and keys, and eps.
+        Both are of the queries' type or float32.
         """
         cos, sin = (None, None) if rotary is None else rotary
         query_weight, key_weight, eps = (None, None, 0.0) if norms is None else norms
@@ -256,6 +273,8 @@ class NativeKernels:
             value.stride(1),
             0 if cos is None else cos.stride(0),
             eps,
+            query_weight is not None and query_weight.dtype is torch.float32,
+            cos is not None and cos.dtype is torch.float32,
         )
         dtype = DTYPES[query.dtype]
         record(Kernel.ROTARY, self._runtime, dtype, args)

@@ -3,11 +3,19 @@
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
 constexpr int64_t kPanelsAhead = 2 * kLinearPanels;  // what this core, or its neighbour, multiplies after the next panels
 
-// Bias, activation and rounding of a tile's sums, in registers: all of its columns are columns of the result.
+// Whether all columns of some panels are finished in registers. GELU is not, because the registers that it needs would be
+// missing where the sums of SiLU layers are.
+template <int kPanels>
+inline bool finishes_whole(const LinearArgs& a, int64_t panel) {
+  const int64_t columns = (panel + kPanels) / (a.is_gated() ? 2 : 1) * kPanel;
+  return columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated()) && a.gate != kGeluTanh;
+}
+
+// Bias, SiLU and rounding of a tile's sums, in registers: all of its columns are columns of the result.
 template <class T, int kRows, int kPanels>
 inline __attribute__((always_inline)) void finish_whole(const LinearArgs& a, Sums<kRows, kPanels>& sums, int64_t row,
                                                         int64_t panel) {
-  T* out = static_cast<T*>(a.out) + row * a.out_stride + panel / (a.is_gated ? 2 : 1) * kPanel;
+  T* out = static_cast<T*>(a.out) + row * a.out_stride + panel / (a.is_gated() ? 2 : 1) * kPanel;
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r, out += a.out_stride) {
     if (a.bias != nullptr) {
@@ -15,7 +23,7 @@ inline __attribute__((always_inline)) void finish_whole(const LinearArgs& a, Sum
 #pragma GCC unroll 16
       for (int c = 0; c < kPanels * kVectors; ++c) sums.at[r][c] += load(bias + c * kLanes);
     }
-    if (a.is_gated) {
+    if (a.is_gated()) {
 #pragma GCC unroll 16
       for (int c = 0; c < kPanels / 2 * kVectors; ++c) {
         const int gate = c / kVectors * 2 * kVectors + c % kVectors;
@@ -28,7 +36,7 @@ inline __attribute__((always_inline)) void finish_whole(const LinearArgs& a, Sum
   }
 }
 
-// The same for one row at the end of the columns; sums are in memory.
+// The same for one row at the end of the columns, or with GELU; sums are in memory.
 template <class T, int kPanels>
 void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
   if (a.bias != nullptr) {
@@ -36,12 +44,12 @@ void finish_row(const LinearArgs& a, F32* sums, int64_t row, int64_t panel) {
     for (int c = 0; c < kPanels * kVectors; ++c) sums[c] += load(bias + c * kLanes);
   }
   T* out = static_cast<T*>(a.out) + row * a.out_stride;
-  const int64_t step = a.is_gated ? 2 : 1;
+  const int64_t step = a.is_gated() ? 2 : 1;
   for (int p = 0; p < kPanels; p += static_cast<int>(step)) {
     const int64_t column = (panel + p) / step * kPanel;
     for (int v = 0; v < kVectors; ++v) {
       F32 x = sums[p * kVectors + v];
-      if (kPanels > 1 && a.is_gated) x = silu<T>(x) * sums[(p + 1) * kVectors + v];
+      if (kPanels > 1 && a.is_gated()) x = activated<T>(a.gate, x) * sums[(p + 1) * kVectors + v];
       store_columns(out + column + v * kLanes, x, a.outputs - column - v * kLanes);
     }
   }
@@ -78,8 +86,7 @@ void linear_tile(const LinearArgs& a, int64_t row, int64_t panel, int64_t panel_
       multiply_first_of_pair<T>(sums, x + a.inputs - first_pair * kPair<T> - 1, a.x_stride, b);
     }
   }
-  const int64_t columns = (panel + kPanels) / (a.is_gated ? 2 : 1) * kPanel;
-  if (first_pair + depth == pairs && columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
+  if (first_pair + depth == pairs && finishes_whole<kPanels>(a, panel)) {
     finish_whole<T>(a, sums, row, panel);
   } else if (first_pair + depth == pairs) {
     Sums<kRows, kPanels> in_memory = sums;  // a separate copy, so that the others stay in registers

@@ -19,11 +19,10 @@ void add_last_inputs(const LinearArgs& a, Sums<1, kPanels>& sums, int64_t row, i
 
 template <int kPanels>
 void finish_tiled_row(const LinearArgs& a, const float* in_tile, int64_t row, int64_t panel) {
-  const int64_t columns = (panel + kPanels) / (a.is_gated ? 2 : 1) * kPanel;
   Sums<1, kPanels> sums;
   for (int c = 0; c < kPanels; ++c) sums.at[0][c] = load(in_tile + c * kPanel);
   if (a.inputs % kTileInputs > 0) add_last_inputs(a, sums, row, panel);
-  if (columns <= a.outputs && (kPanels % 2 == 0 || !a.is_gated)) {
+  if (finishes_whole<kPanels>(a, panel)) {
     finish_whole<BFloat16>(a, sums, row, panel);
   } else {
     finish_row<BFloat16, kPanels>(a, sums.at[0], row, panel);

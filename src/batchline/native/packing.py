@@ -7,11 +7,21 @@ writes only their activated product.
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 import torch
 
 PANEL = 16
+
+
+class Gate(enum.IntEnum):
+    """What a gated layer does with its gate: silu(gate) * up, or gelu(gate) * up with GELU's approximation by tanh.
+    Mirrors the enumeration of the same name in `arguments.h`."""
+
+    NONE = 0
+    SILU = 1
+    GELU_TANH = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,7 @@ class PackedLinear:
     panels: torch.Tensor
     bias: torch.Tensor | None
     num_outputs: int
-    is_gated: bool = False
+    gate: Gate = Gate.NONE
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
@@ -31,13 +41,13 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedLinear:
     return PackedLinear(panels, None if bias is None else padded(bias, len(panels)), len(weight))
 
 
-def pack_gated(gate: PackedLinear, up: PackedLinear) -> PackedLinear:
+def pack_gated(gate: PackedLinear, up: PackedLinear, activation: Gate = Gate.SILU) -> PackedLinear:
     """Both projections as one. They have the same shape, and both or neither have a bias."""
     panels = torch.stack((gate.panels, up.panels), 1).flatten(0, 1)
     bias = None
     if gate.bias is not None and up.bias is not None:
         bias = alternating(gate.bias, up.bias)
-    return PackedLinear(panels, bias, gate.num_outputs, is_gated=True)
+    return PackedLinear(panels, bias, gate.num_outputs, activation)
 
 
 def in_panels(weight: torch.Tensor) -> torch.Tensor:

@@ -107,13 +107,18 @@ template <class T>
 void try_norm_and_linear(const Runtime* runtime, int dtype) {
   for (const auto& [rows, inputs, outputs] : {std::array<int64_t, 3>{1, 1, 1}, {3, 33, 17}, {7, 64, 48}, {101, 1031, 40}}) {
     Numbers<T> x(rows * inputs), delta(rows * inputs), weight(inputs), out(rows * inputs);
-    const RmsNormArgs norm{x.get(), delta.get(), weight.get(), out.get(), rows, inputs, inputs, inputs, inputs, 1e-5f};
+    const RmsNormArgs norm{x.get(), delta.get(), weight.get(), out.get(), rows, inputs, inputs, inputs, inputs, 1e-5f, 1.0f, 0, 0};
     require(batchline_rms_norm(runtime, dtype, &norm) == 0, "rms_norm");
     out.require_finite("rms_norm");
-    for (const int64_t is_gated : {0, 1}) {
+    Numbers<float> float_weight(inputs);
+    const RmsNormArgs added{x.get(), nullptr, float_weight.get(), out.get(), rows, inputs, inputs, 0, inputs, 1e-5f, 1.0f, 1, 1};
+    require(batchline_rms_norm(runtime, dtype, &added) == 0, "rms_norm that is added");
+    out.require_finite("rms_norm that is added");
+    for (const int64_t gate : {kNoGate, kSilu, kGeluTanh}) {
+      const int64_t is_gated = gate != kNoGate;
       Numbers<T> panels = packed_weight<T>(round_up(outputs, kPanel) * (1 + is_gated), inputs);
       Numbers<T> bias(round_up(outputs, kPanel) * (1 + is_gated)), product(rows * outputs);
-      const LinearArgs linear{x.get(), panels.get(), bias.get(), product.get(), rows, inputs, outputs, inputs, outputs, is_gated};
+      const LinearArgs linear{x.get(), panels.get(), bias.get(), product.get(), rows, inputs, outputs, inputs, outputs, gate};
       require(batchline_linear(runtime, dtype, &linear) == 0, "linear");
       product.require_finite("linear");
       Numbers<T> again(rows * outputs);

@@ -18,9 +18,11 @@ from torch import nn
 
 from batchline.engine.cuda.layer_kernels import add_rms_norm, rotate_and_write, silu_product
 from batchline.engine.cuda.layout import CudaLayout
-from batchline.engine.fusion import FusedLayer, can_fuse, fused_layer
-from batchline.engine.kv_cache import CacheGroup, by_layer
+from batchline.engine.fusion import FusedLayer, can_fuse, fused_layers
+from batchline.engine.kv_cache import CacheGroup
+from batchline.engine.layer_families import LLAMA, family_of
 from batchline.engine.linear_layers import AnyLinear
+from batchline.native.packing import Gate
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, (num_tokens, key_dim) each."""
@@ -70,8 +72,9 @@ class JoinedFormat:
         weight = _joined(linears, "weight")
         return JoinedLinear(weight, None if linears[0].bias is None else _joined(linears, "bias"))
 
-    def gate(self, gate: nn.Linear, up: nn.Linear) -> GatedLinear:
+    def gate(self, gate: nn.Linear, up: nn.Linear, activation: Gate) -> GatedLinear:
         """See `LinearFormat`."""
+        assert activation is Gate.SILU, "only layers like Llama's are fused"
         return GatedLinear(self.join(gate, up))
 
 
@@ -95,9 +98,11 @@ class FusedStack(nn.Module):
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
         x, delta = hidden_states[0], None
         for index, layer in enumerate(self._layers):
+            assert layer.input_norm is not None  # they are like Llama's
+            assert layer.mlp_norm is not None
             x, normed = add_rms_norm(x, delta, layer.input_norm, layer.eps)
             delta = _attention(index, layer, normed, rotary, step_layout)
-            x, normed = add_rms_norm(x, delta, layer.attention_norm, layer.eps)
+            x, normed = add_rms_norm(x, delta, layer.mlp_norm, layer.eps)
             delta = _product(layer.down, _product(layer.gate_up, normed))
             if added is not None and index < len(added[1]):
                 x = x.index_add(0, added[0], added[1][index])
@@ -120,12 +125,10 @@ class FusedNorm(nn.Module):
 def fused_twin(model: Any, groups: Sequence[CacheGroup]) -> nn.Module | None:
     """A model with fused layers and the same weights, which only runs packed steps in a `CudaLayout`; None if the
     model's layers are not known. The given model keeps its layers."""
-    if not can_fuse(model, groups):
+    if not can_fuse(model, groups) or family_of(model.model) != LLAMA:
         return None
     decoder = model.model
-    layers = [
-        fused_layer(layer, group, JoinedFormat()) for layer, group in zip(decoder.layers, by_layer(groups), strict=True)
-    ]
+    layers = fused_layers(decoder, decoder.layers, groups, JoinedFormat())
     norm = FusedNorm(decoder.norm.weight, decoder.norm.variance_epsilon)
     return _with_modules(model, model=_with_modules(decoder, layers=nn.ModuleList([FusedStack(layers)]), norm=norm))
 

@@ -1,0 +1,71 @@
+"""Decoder layers that `fusion` knows: what each family of `transformers` does differently from Llama, as data.
+
+A family is known by the module and the name of its decoder's class. So code from a model's own repository is never
+mistaken for it, and no model code is imported that is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from batchline.native.packing import Gate
+
+ACTIVATIONS = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
+"""The activations of gates that the kernels compute, by their names in a config."""
+
+
+def _always(_attention: Any) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFamily:
+    """Decoder layers of rotary attention and a gated MLP. The defaults are Llama's; names are those of attributes.
+
+    input_norm, mlp_norm: the layer's norms before attention and before the MLP. attention_output_norm, mlp_output_norm:
+    those of their results, before these are added to the rows. None: there is no such norm.
+    norm_offset: what is added to the weights of all norms, in float32; 0 leaves them as they are.
+    activation: the config's entry for the gate's activation.
+    is_joined: whether gate and up are one projection, and queries, keys and values another.
+    softcap: the attention's bound of its scores. residual_scale: what the layer multiplies results with before they are
+    added. None: there is none.
+    rotates: whether an attention module rotates its heads.
+    has_rotary_by_type: whether the rotary embedding depends on the layer's type.
+    """
+
+    input_norm: str | None = "input_layernorm"
+    attention_output_norm: str | None = None
+    mlp_norm: str | None = "post_attention_layernorm"
+    mlp_output_norm: str | None = None
+    norm_offset: float = 0.0
+    activation: str = "hidden_act"
+    is_joined: bool = False
+    softcap: str | None = None
+    residual_scale: str | None = None
+    rotates: Callable[[Any], bool] = _always
+    has_rotary_by_type: bool = False
+
+
+LLAMA = LayerFamily()
+
+FAMILIES = {
+    "llama.LlamaModel": LLAMA,
+    "mistral.MistralModel": LLAMA,
+    "phi3.Phi3Model": replace(LLAMA, is_joined=True),
+    "qwen2.Qwen2Model": LLAMA,
+    "qwen2_vl.Qwen2VLTextModel": LLAMA,
+    "qwen2_5_vl.Qwen2_5_VLTextModel": LLAMA,
+    "qwen3.Qwen3Model": LLAMA,
+    "qwen3_vl.Qwen3VLTextModel": LLAMA,
+    "smollm3.SmolLM3Model": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
+}
+"""The families, by folder and class in `transformers.models`."""
+
+
+def family_of(decoder: Any) -> LayerFamily | None:
+    """The family of a model's decoder; None if it is not known."""
+    cls = type(decoder)
+    package, _, folder = cls.__module__.rpartition(".modeling_")
+    return FAMILIES.get(f"{folder}.{cls.__name__}") if package == f"transformers.models.{folder}" else None
