@@ -43,6 +43,22 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
     },
     "smollm3": {"no_rope_layers": [1, 0, 1, 1], "tie_word_embeddings": True},
     "olmo2": {},
+    "olmo3": {
+        "sliding_window": 24,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    "exaone4": {"sliding_window": 24, "head_dim": 20},
+    "granite": {
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.15,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+    },
+    "ministral": {"head_dim": 24, "sliding_window": 24},
+    "seed_oss": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "mixtral": {"num_local_experts": 4, **MOE},
@@ -59,7 +75,10 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
 }
 
 
-FUSED = {"llama", "mistral", "phi3", "phi4_mini", "qwen2", "qwen3", "smollm3"}
+FUSED = {
+    *("exaone4", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "phi4_mini", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3"),
+}
 """Families whose layers are one native stack on CPUs."""
 
 

@@ -49,16 +49,30 @@ class LayerFamily:
 
 
 LLAMA = LayerFamily()
+OLMO2 = LayerFamily(
+    input_norm=None,
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm=None,
+    mlp_output_norm="post_feedforward_layernorm",
+)
 
 FAMILIES = {
+    "exaone4.Exaone4Model": replace(
+        OLMO2, rotates=lambda attention: attention.sliding_window is None or attention.is_sliding
+    ),
+    "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier"),
     "llama.LlamaModel": LLAMA,
+    "ministral.MinistralModel": LLAMA,
     "mistral.MistralModel": LLAMA,
+    "olmo2.Olmo2Model": OLMO2,
+    "olmo3.Olmo3Model": replace(OLMO2, has_rotary_by_type=True),
     "phi3.Phi3Model": replace(LLAMA, is_joined=True),
     "qwen2.Qwen2Model": LLAMA,
     "qwen2_vl.Qwen2VLTextModel": LLAMA,
     "qwen2_5_vl.Qwen2_5_VLTextModel": LLAMA,
     "qwen3.Qwen3Model": LLAMA,
     "qwen3_vl.Qwen3VLTextModel": LLAMA,
+    "seed_oss.SeedOssModel": LLAMA,
     "smollm3.SmolLM3Model": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
 }
 """The families, by folder and class in `transformers.models`."""
