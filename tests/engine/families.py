@@ -33,8 +33,14 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
     "mistral": {"sliding_window": 24},
     "qwen2": {},
     "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 24},
     "gemma2": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
-    "gemma3_text": {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32},
+    "gemma3_text": {
+        "head_dim": 32,
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 32,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+    },
     "phi3": {"sliding_window": 40},
     "phi4_mini": {
         "model_type": "phi3",
@@ -59,6 +65,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
     },
     "ministral": {"head_dim": 24, "sliding_window": 24},
     "seed_oss": {"head_dim": 16, "attention_bias": True, "mlp_bias": True},
+    "starcoder2": {"sliding_window": 24},
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "mixtral": {"num_local_experts": 4, **MOE},
@@ -76,7 +83,22 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
 
 
 FUSED = {
-    *("exaone4", "granite", "llama", "ministral", "mistral", "olmo2", "olmo3", "phi3", "phi4_mini", "qwen2", "qwen3"),
+    *(
+        "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "granite",
+        "llama",
+        "ministral",
+        "mistral",
+        "olmo2",
+        "olmo3",
+        "phi3",
+        "phi4_mini",
+        "qwen2",
+        "qwen3",
+    ),
     *("seed_oss", "smollm3"),
 }
 """Families whose layers are one native stack on CPUs."""

@@ -21,7 +21,7 @@ from batchline.engine.core import Engine
 from batchline.engine.model_loader import Execution, LoadedModel, load_model
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import UnsupportedModel
-from batchline.native.library import NativeKernels, open_kernels
+from batchline.native.library import NativeKernels, isa_name, open_kernels
 
 KERNELS = open_kernels("auto")
 pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels were not built: no C++ compiler")
@@ -34,7 +34,12 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3",
         {"head_dim": 32, "use_sliding_window": True, "sliding_window": 24, "max_window_layers": 2},
     ),
-    "not fused": ("gemma2", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "four norms, softcaps": ("gemma2", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "two rotary embeddings": ("gemma3_text", {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 32}),
+    "norms after blocks": ("olmo2", {"num_hidden_layers": 6}),
+    "scaled residuals": ("granite", {"residual_multiplier": 0.22, "embedding_multiplier": 12.0}),
+    "joined projections": ("phi3", {"num_key_value_heads": 1}),
+    "not fused": ("starcoder2", {"sliding_window": 24}),
 }
 
 
@@ -115,9 +120,11 @@ def test_random_weights_of_any_kind_take_the_fast_path_and_give_generates_tokens
     for dtype in ("float32", "bfloat16"):
         for quantization in (None, "int8"):
             execution = load(folder, dtype, quantization).execution  # type: ignore[arg-type]
-            assert execution == Execution(
-                kernels=KERNELS.isa.name.lower(), reason=None, quantization=quantization, is_fused=is_fused
-            ), (dtype, quantization)
+            name = isa_name(KERNELS, getattr(torch, dtype))
+            assert execution == Execution(kernels=name, reason=None, quantization=quantization, is_fused=is_fused), (
+                dtype,
+                quantization,
+            )
     assert greedy_tokens(folder, 10) == greedy_oracle(folder, PROMPTS, 10)
 
 
@@ -252,8 +259,8 @@ EVERYWHERE = [
 ]
 IN_FUSED_LAYERS = [shifts_a_position, takes_another_eps, drops_a_column, is_wrong_for_single_rows]
 MUTATIONS = [
-    *((mutation, family) for mutation in EVERYWHERE for family in ("mistral", "gemma2")),
-    *((mutation, "mistral") for mutation in IN_FUSED_LAYERS),
+    *((mutation, family) for mutation in EVERYWHERE for family in ("mistral", "gemma2", "starcoder2")),
+    *((mutation, family) for mutation in IN_FUSED_LAYERS for family in ("mistral", "gemma2")),
 ]
 
 
@@ -266,8 +273,7 @@ def test_wrong_arithmetic_is_refused(
     assert KERNELS is not None
     kernels = NativeKernels(KERNELS._library, KERNELS.isa)
     mutation(kernels)
-    extra = {} if family == "mistral" else {"query_pre_attn_scalar": 32, "head_dim": 32}
-    folder = make_model(family, tmp_path, sliding_window=24, **extra)
+    folder = make_model(family, tmp_path)
     execution = load_model(settings(folder, dtype), kernels).execution
     assert execution.kernels is None
     assert execution.reason is not None

@@ -120,7 +120,7 @@ class WrongKernels(NativeKernels):
         out.zero_()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_a_model_that_the_kernels_get_wrong_runs_without_them(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -148,7 +148,7 @@ class WrongInBFloat16(NativeKernels):
             out.neg_()
 
 
-@pytest.mark.parametrize(("family", "num_loads"), [("llama", 2), ("gemma2", 1)])
+@pytest.mark.parametrize(("family", "num_loads"), [("llama", 2), ("starcoder2", 1)])
 def test_a_model_that_the_kernels_get_wrong_is_loaded_again_only_if_it_was_repacked_and_has_gone_then(
     family: str, num_loads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -111,7 +111,7 @@ def test_float32_tokens_are_those_of_the_rounded_weights(family: str, cpu_kernel
 
 
 @has_kernels
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tokens_do_not_depend_on_what_runs_beside_them(family: str, dtype: DType, tmp_path: Path) -> None:
     folder, prompts = make_model(family, tmp_path), make_prompts()
@@ -203,7 +203,7 @@ class WrongKernels(GroupedKernels):
 
 
 @has_kernels
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_a_model_that_the_kernels_get_wrong_runs_on_torch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

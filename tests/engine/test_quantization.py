@@ -163,7 +163,7 @@ def test_tiny_chat_keeps_its_answers(dtype: DType) -> None:
 
 
 @has_kernels
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "starcoder2"])
 def test_tokens_do_not_depend_on_what_runs_beside_them(family: str, tmp_path: Path) -> None:
     folder, prompts = make_model(family, tmp_path), make_prompts()
     together = engine_tokens(config(folder), prompts)
@@ -218,7 +218,7 @@ class WrongKernels(Int8Kernels):
 
 
 @has_kernels
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "starcoder2"])
 def test_a_model_that_the_int8_kernels_get_wrong_runs_on_torch(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

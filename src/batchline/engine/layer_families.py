@@ -55,11 +55,22 @@ OLMO2 = LayerFamily(
     mlp_norm=None,
     mlp_output_norm="post_feedforward_layernorm",
 )
+GEMMA2 = LayerFamily(
+    attention_output_norm="post_attention_layernorm",
+    mlp_norm="pre_feedforward_layernorm",
+    mlp_output_norm="post_feedforward_layernorm",
+    norm_offset=1.0,
+    activation="hidden_activation",
+    softcap="attn_logit_softcapping",
+)
 
 FAMILIES = {
     "exaone4.Exaone4Model": replace(
         OLMO2, rotates=lambda attention: attention.sliding_window is None or attention.is_sliding
     ),
+    "gemma.GemmaModel": replace(LLAMA, norm_offset=1.0),
+    "gemma2.Gemma2Model": GEMMA2,
+    "gemma3.Gemma3TextModel": replace(GEMMA2, softcap=None, has_rotary_by_type=True),
     "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier"),
     "llama.LlamaModel": LLAMA,
     "ministral.MinistralModel": LLAMA,
