@@ -57,6 +57,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
         },
     },
     "exaone4": {"sliding_window": 24, "head_dim": 20},
+    "glm": {"head_dim": 24, "attention_bias": True},
+    "glm4": {"head_dim": 16, "attention_bias": True},
+    "helium": {"head_dim": 16, "num_key_value_heads": 4},
     "granite": {
         "residual_multiplier": 0.22,
         "attention_multiplier": 0.15,
@@ -82,26 +85,10 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
 }
 
 
-FUSED = {
-    *(
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "granite",
-        "llama",
-        "ministral",
-        "mistral",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "phi4_mini",
-        "qwen2",
-        "qwen3",
-    ),
-    *("seed_oss", "smollm3"),
-}
-"""Families whose layers are one native stack on CPUs."""
+UNFUSED = {"starcoder2", "gpt2", "opt", "mixtral", "qwen3_moe", "llama4_text"}
+"""Families whose layers stay those of `transformers` on CPUs. All others become one native stack."""
+
+FUSED = set(FAMILIES) - UNFUSED
 
 
 def make_model(family: str, folder: Path, *, seed: int = 0, num_zero_rows: int = 0, **overrides: Any) -> Path:

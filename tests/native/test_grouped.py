@@ -249,6 +249,7 @@ def test_picked_outputs_are_those_of_the_weight(form: GroupedFormat, rows: slice
     weight = pack_grouped(random_weight(form, 50, 512), torch.randn(50))
     part = picked_outputs(weight, rows)
     assert torch.equal(dequantized(part), dequantized(weight)[rows])
+    assert all(tensor is None or tensor.is_contiguous() for tensor in part.tensors), "the kernels read them in order"
     assert part.bias is not None
     assert weight.bias is not None
     assert torch.equal(part.bias[: part.num_outputs], weight.bias[:50][rows])

@@ -362,9 +362,9 @@ def _fused_layer(
         residual_scale=1.0 if family.residual_scale is None else getattr(layer, family.residual_scale),
         head_norms=head_norms,
         has_wide_norms=head_norms is not None and len(head_norms[0]) != group.key_dim,
-        qkv=linear_format.join(*_projections(family, attention)),
+        qkv=linear_format.join(*_projections(family, decoder, attention, group)),
         attention_out=linear_format.join(attention.o_proj),
-        gate_up=linear_format.gate(*_gate_and_up(family, mlp), _activation(family, decoder)),
+        gate_up=linear_format.gate(*_gate_and_up(mlp), _activation(family, decoder)),
         down=linear_format.join(mlp.down_proj),
     )
 
@@ -380,13 +380,31 @@ def _rotary_index(family: LayerFamily, decoder: Any, attention: Any) -> int | No
     return _types(decoder).index(decoder.config.layer_types[attention.layer_idx]) if is_by_type else 0
 
 
-def _projections(family: LayerFamily, attention: Any) -> list[Any]:
+def _projections(family: LayerFamily, decoder: Any, attention: Any, group: CacheGroup) -> list[Any]:
     """Of queries, keys and values."""
-    return [attention.qkv_proj] if family.is_joined else [attention.q_proj, attention.k_proj, attention.v_proj]
+    if hasattr(attention, "qkv_proj"):
+        return [attention.qkv_proj]
+    query, key = attention.q_proj, attention.k_proj
+    if family.has_neighbour_rotary:
+        order = _halves_first(2 * len(decoder.rotary_emb.inv_freq), group.key_dim)
+        query, key = _in_order(query, group.num_heads, order), _in_order(key, group.num_kv_heads, order)
+    return [query, key, attention.v_proj]
 
 
-def _gate_and_up(family: LayerFamily, mlp: Any) -> tuple[Any, Any]:
-    if not family.is_joined:
+def _halves_first(rotary_dim: int, key_dim: int) -> torch.Tensor:
+    """The numbers of a head in the order in which those that turn against each other are in different halves."""
+    return torch.cat(
+        (torch.arange(0, rotary_dim, 2), torch.arange(1, rotary_dim, 2), torch.arange(rotary_dim, key_dim))
+    )
+
+
+def _in_order(linear: Any, num_heads: int, order: torch.Tensor) -> Any:
+    """A projection with the numbers of each head in another order. Scores are the same if queries and keys share it."""
+    return picked(linear, (torch.arange(num_heads)[:, None] * len(order) + order).flatten())
+
+
+def _gate_and_up(mlp: Any) -> tuple[Any, Any]:
+    if not hasattr(mlp, "gate_up_proj"):
         return mlp.gate_proj, mlp.up_proj
     half = mlp.gate_up_proj.out_features // 2
     return picked(mlp.gate_up_proj, slice(half)), picked(mlp.gate_up_proj, slice(half, None))

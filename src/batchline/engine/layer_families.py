@@ -28,10 +28,10 @@ class LayerFamily:
     those of their results, before these are added to the rows. None: there is no such norm.
     norm_offset: what is added to the weights of all norms, in float32; 0 leaves them as they are.
     activation: the config's entry for the gate's activation.
-    is_joined: whether gate and up are one projection, and queries, keys and values another.
     softcap: the attention's bound of its scores. residual_scale: what the layer multiplies results with before they are
     added. None: there is none.
     rotates: whether an attention module rotates its heads.
+    has_neighbour_rotary: whether neighbouring numbers of a head turn against each other, and not its two halves.
     has_rotary_by_type: whether the rotary embedding depends on the layer's type.
     """
 
@@ -41,10 +41,10 @@ class LayerFamily:
     mlp_output_norm: str | None = None
     norm_offset: float = 0.0
     activation: str = "hidden_act"
-    is_joined: bool = False
     softcap: str | None = None
     residual_scale: str | None = None
     rotates: Callable[[Any], bool] = _always
+    has_neighbour_rotary: bool = False
     has_rotary_by_type: bool = False
 
 
@@ -71,13 +71,21 @@ FAMILIES = {
     "gemma.GemmaModel": replace(LLAMA, norm_offset=1.0),
     "gemma2.Gemma2Model": GEMMA2,
     "gemma3.Gemma3TextModel": replace(GEMMA2, softcap=None, has_rotary_by_type=True),
+    "glm.GlmModel": replace(LLAMA, has_neighbour_rotary=True),
+    "glm4.Glm4Model": replace(
+        LLAMA,
+        attention_output_norm="post_self_attn_layernorm",
+        mlp_output_norm="post_mlp_layernorm",
+        has_neighbour_rotary=True,
+    ),
     "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier"),
+    "helium.HeliumModel": replace(LLAMA, has_neighbour_rotary=True),
     "llama.LlamaModel": LLAMA,
     "ministral.MinistralModel": LLAMA,
     "mistral.MistralModel": LLAMA,
     "olmo2.Olmo2Model": OLMO2,
     "olmo3.Olmo3Model": replace(OLMO2, has_rotary_by_type=True),
-    "phi3.Phi3Model": replace(LLAMA, is_joined=True),
+    "phi3.Phi3Model": LLAMA,
     "qwen2.Qwen2Model": LLAMA,
     "qwen2_vl.Qwen2VLTextModel": LLAMA,
     "qwen2_5_vl.Qwen2_5_VLTextModel": LLAMA,

@@ -209,7 +209,7 @@ def picked_outputs(weight: PackedGrouped, rows: slice | torch.Tensor) -> PackedG
             return None
         columns = tensor.view(len(tensor), -1, PANEL, _FOUR if tensor is weight.values else 1)
         picked = columns[filled // PANEL, :, filled % PANEL].view(num_panels, PANEL, *columns.shape[1::2])
-        return picked.transpose(1, 2).reshape(num_panels, *tensor.shape[1:])
+        return picked.transpose(1, 2).contiguous().view(num_panels, *tensor.shape[1:])
 
     values, scales, fine_scales, minima, fine_minima = map(of_panels, weight.tensors)
     assert values is not None
