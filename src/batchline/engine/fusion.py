@@ -364,7 +364,7 @@ def _fused_layer(
         has_wide_norms=head_norms is not None and len(head_norms[0]) != group.key_dim,
         qkv=linear_format.join(*_projections(family, decoder, attention, group)),
         attention_out=linear_format.join(attention.o_proj),
-        gate_up=linear_format.gate(*_gate_and_up(mlp), _activation(family, decoder)),
+        gate_up=linear_format.gate(*_gate_and_up(family, mlp), _activation(family, decoder)),
         down=linear_format.join(mlp.down_proj),
     )
 
@@ -382,7 +382,7 @@ def _rotary_index(family: LayerFamily, decoder: Any, attention: Any) -> int | No
 
 def _projections(family: LayerFamily, decoder: Any, attention: Any, group: CacheGroup) -> list[Any]:
     """Of queries, keys and values."""
-    if hasattr(attention, "qkv_proj"):
+    if family.has_joined_qkv:
         return [attention.qkv_proj]
     query, key = attention.q_proj, attention.k_proj
     if family.has_neighbour_rotary:
@@ -403,8 +403,8 @@ def _in_order(linear: Any, num_heads: int, order: torch.Tensor) -> Any:
     return picked(linear, (torch.arange(num_heads)[:, None] * len(order) + order).flatten())
 
 
-def _gate_and_up(mlp: Any) -> tuple[Any, Any]:
-    if not hasattr(mlp, "gate_up_proj"):
+def _gate_and_up(family: LayerFamily, mlp: Any) -> tuple[Any, Any]:
+    if not family.has_joined_gate:
         return mlp.gate_proj, mlp.up_proj
     half = mlp.gate_up_proj.out_features // 2
     return picked(mlp.gate_up_proj, slice(half)), picked(mlp.gate_up_proj, slice(half, None))

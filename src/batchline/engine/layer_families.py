@@ -28,6 +28,7 @@ class LayerFamily:
     those of their results, before these are added to the rows. None: there is no such norm.
     norm_offset: what is added to the weights of all norms, in float32; 0 leaves them as they are.
     activation: the config's entry for the gate's activation.
+    has_joined_qkv, has_joined_gate: whether queries, keys and values are one projection, and gate and up another.
     softcap: the attention's bound of its scores. residual_scale: what the layer multiplies results with before they are
     added. None: there is none.
     rotates: whether an attention module rotates its heads.
@@ -41,6 +42,8 @@ class LayerFamily:
     mlp_output_norm: str | None = None
     norm_offset: float = 0.0
     activation: str = "hidden_act"
+    has_joined_qkv: bool = False
+    has_joined_gate: bool = False
     softcap: str | None = None
     residual_scale: str | None = None
     rotates: Callable[[Any], bool] = _always
@@ -71,11 +74,12 @@ FAMILIES = {
     "gemma.GemmaModel": replace(LLAMA, norm_offset=1.0),
     "gemma2.Gemma2Model": GEMMA2,
     "gemma3.Gemma3TextModel": replace(GEMMA2, softcap=None, has_rotary_by_type=True),
-    "glm.GlmModel": replace(LLAMA, has_neighbour_rotary=True),
+    "glm.GlmModel": replace(LLAMA, has_joined_gate=True, has_neighbour_rotary=True),
     "glm4.Glm4Model": replace(
         LLAMA,
         attention_output_norm="post_self_attn_layernorm",
         mlp_output_norm="post_mlp_layernorm",
+        has_joined_gate=True,
         has_neighbour_rotary=True,
     ),
     "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier"),
@@ -85,7 +89,7 @@ FAMILIES = {
     "mistral.MistralModel": LLAMA,
     "olmo2.Olmo2Model": OLMO2,
     "olmo3.Olmo3Model": replace(OLMO2, has_rotary_by_type=True),
-    "phi3.Phi3Model": LLAMA,
+    "phi3.Phi3Model": replace(LLAMA, has_joined_qkv=True, has_joined_gate=True),
     "qwen2.Qwen2Model": LLAMA,
     "qwen2_vl.Qwen2VLTextModel": LLAMA,
     "qwen2_5_vl.Qwen2_5_VLTextModel": LLAMA,
