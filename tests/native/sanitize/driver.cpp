@@ -160,7 +160,7 @@ void try_attention(const Runtime* runtime, const Runtime* serial, int dtype) {
       slots.push_back(tables[static_cast<size_t>(segment.table + i / block_size)] * block_size + i % block_size);
     const RotaryArgs rotary{query.get(), key.get(), value.get(), cos.get(), sin.get(), weight.get(), weight.get(),
                             slots.data(), cache, n, heads, key_dim, heads * key_dim, kv_heads * key_dim,
-                            kv_heads * value_dim, key_dim, key_dim, value_dim, key_dim, 1e-6f};
+                            kv_heads * value_dim, key_dim, key_dim, value_dim, key_dim, 1e-6f, 0, 0};
     require(batchline_rotary(runtime, dtype, &rotary) == 0, "rotary");
     query.require_finite("rotary");
   }
