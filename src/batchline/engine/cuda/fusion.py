@@ -20,9 +20,14 @@ from batchline.engine.cuda.layer_kernels import add_rms_norm, rotate_and_write, 
 from batchline.engine.cuda.layout import CudaLayout
 from batchline.engine.fusion import FusedLayer, can_fuse, fused_layers
 from batchline.engine.kv_cache import CacheGroup
-from batchline.engine.layer_families import LLAMA, family_of
 from batchline.engine.linear_layers import AnyLinear
 from batchline.native.packing import Gate
+
+TESTED = (
+    *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3Model"),
+    "Qwen3VLTextModel",
+)
+"""The known decoders that are fused here. Their layers are like Llama's; others have not been tested on a GPU."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, (num_tokens, key_dim) each."""
@@ -125,7 +130,7 @@ class FusedNorm(nn.Module):
 def fused_twin(model: Any, groups: Sequence[CacheGroup]) -> nn.Module | None:
     """A model with fused layers and the same weights, which only runs packed steps in a `CudaLayout`; None if the
     model's layers are not known. The given model keeps its layers."""
-    if not can_fuse(model, groups) or family_of(model.model) != LLAMA:
+    if not can_fuse(model, groups) or type(model.model).__name__ not in TESTED:
         return None
     decoder = model.model
     layers = fused_layers(decoder, decoder.layers, groups, JoinedFormat())
