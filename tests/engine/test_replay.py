@@ -104,8 +104,8 @@ def test_layers_with_work_of_torch_are_not_replayed(tmp_path: Path, monkeypatch:
     """Bug: gate and up projections of different formats are multiplied by torch, into memory that is freed."""
     multiply = FusedStack._gated_mlp
 
-    def and_use_torch(stack: FusedStack, layer: Any, buffers: Any) -> None:
-        multiply(stack, layer, buffers)
+    def and_use_torch(stack: FusedStack, layer: Any, normed: Any, buffers: Any) -> None:
+        multiply(stack, layer, normed, buffers)
         buffers.delta.mul_(1)
 
     monkeypatch.setattr(FusedStack, "_gated_mlp", and_use_torch)
