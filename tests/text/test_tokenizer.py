@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from batchline.errors import BadRequest, ModelLoadError, UnsupportedModel
 from batchline.testing import ByteTokenizer
-from batchline.text.tokenizer import LONG_TEXT, HuggingFaceTokenizer, load_tokenizer
+from batchline.text.tokenizer import LONG_TEXT, HuggingFaceTokenizer, detokenize, load_tokenizer
 from batchline.text.tokenizer import Tokenizer as TokenizerProtocol
 
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
@@ -152,4 +153,43 @@ def test_a_file_that_is_no_sentencepiece_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     (tmp_path / "tokenizer.model").write_bytes(b"junk" * 50)
     with pytest.raises(ModelLoadError, match=r"its tokenizer\.model is not a SentencePiece file that can be read"):
+        load_tokenizer(str(tmp_path))
+
+
+def sentencepiece_folder(folder: Path) -> Path:
+    """A folder as the first Llamas had it: no tokenizer.json, only a file of SentencePiece."""
+    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").splitlines()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(text),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=600,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=9,
+    )
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return folder
+
+
+@pytest.mark.parametrize("text", ["Batchline runs a file.", "two  spaces", "naïve café 🙂", "a\nb\tc", "x"])
+def test_a_folder_with_only_a_sentencepiece_file_tokenizes_as_sentencepiece_does(tmp_path: Path, text: str) -> None:
+    """Bug: without the package sentencepiece, which vLLM installs, the file was said to be none of SentencePiece."""
+    tokenizer = load_tokenizer(str(sentencepiece_folder(tmp_path)))
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert list(token_ids) == reference.encode(text)
+    assert detokenize(tokenizer, token_ids) == reference.decode(list(token_ids))
+
+
+def test_a_missing_package_is_named_when_only_it_can_read_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"junk" * 50)
+    monkeypatch.setattr("transformers.utils.is_sentencepiece_available", lambda: False)
+    with pytest.raises(ModelLoadError, match=r"reading its tokenizer\.model needs .*: pip install sentencepiece$"):
         load_tokenizer(str(tmp_path))

@@ -269,6 +269,10 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
             with reading(model, CONFIG_UNUSABLE):
                 AutoConfig.from_pretrained(model, **source)
         if "tiktoken" in exc.reason and (folder / "tokenizer.model").is_file():
+            packages = _missing_for_sentencepiece()
+            if packages:
+                reason = f"reading its tokenizer.model needs another package: pip install {' '.join(packages)}"
+                raise ModelLoadError(model, reason) from exc
             raise ModelLoadError(
                 model,
                 "its tokenizer.model is not a SentencePiece file that can be read (a file for tiktoken needs the "
@@ -276,6 +280,14 @@ def load_tokenizer(model: str, *, revision: str | None = None, trust_remote_code
             ) from exc
         raise
     return from_transformers(model, tokenizer)
+
+
+def _missing_for_sentencepiece() -> list[str]:
+    """The packages that `transformers` needs to read a `tokenizer.model`, and that are not installed."""
+    from transformers.utils import is_protobuf_available, is_sentencepiece_available  # heavy, as above
+
+    is_installed = {"sentencepiece": is_sentencepiece_available(), "protobuf": is_protobuf_available()}
+    return [name for name, installed in is_installed.items() if not installed]
 
 
 def from_transformers(model: str, tokenizer: Any) -> HuggingFaceTokenizer:
