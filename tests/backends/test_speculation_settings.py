@@ -93,7 +93,7 @@ async def test_a_draft_model_needs_all_tokens_of_the_tokenizer_but_no_padding(tm
     for target in (padded, TINY_CHAT):
         engine = config(draft_model=str(cut))
         engine = replace(engine, model=replace(engine.model, model=str(target)))
-        with pytest.raises(ModelLoadError, match=f"it has {size - 1:,} token ids, and {size:,} are needed"):
+        with pytest.raises(ModelLoadError, match=f"it has {size - 1:,} token ids, and needs {size:,}"):
             await InProcessBackend([engine]).start()
     for target, draft in ((padded, TINY_CHAT), (TINY_CHAT, padded)):
         engine = config(draft_model=str(draft))
