@@ -21,6 +21,7 @@ from batchline.backends.http.backend import HttpBackend
 from batchline.backends.http.client import HttpClient
 from batchline.backends.http.config import HttpConfig, server_address, server_addresses
 from batchline.backends.http.connection import ExchangeFailed, LargeBodies, ReplyLimits
+from batchline.backends.http.server import Health, probe
 from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import BackendUnavailable, PeerError, UsageError
 
@@ -372,6 +373,28 @@ async def test_a_server_that_dies_over_a_used_connection_may_have_taken_the_requ
         with pytest.raises(ExchangeFailed, match="without an answer") as failed:
             await client.post(CHAT, b"die", 10.0)
     assert failed.value.was_sent
+
+
+async def test_a_probe_over_a_connection_that_breaks_finds_that_the_server_cannot_be_reached() -> None:
+    """Bug: the server was said to have closed the connection, which does not tell a user what to look for."""
+    loop = asyncio.get_running_loop()
+    server: asyncio.Server | None = None
+    has_died = False
+
+    def script(head: str, body: bytes) -> bytes | None:
+        if not has_died:
+            return MODELS
+        assert server is not None
+        server.close()
+        return None
+
+    server = await loop.create_server(lambda: Script(script, set()), "127.0.0.1", 0)
+    address = server_address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with closing(HttpClient(address, ReplyLimits(1 << 20, LargeBodies(1)))) as client:
+        assert (await probe(client, address)).health is Health.READY
+        has_died = True
+        found = await probe(client, address)
+    assert (found.health, found.reason) == (Health.AWAY, "cannot be reached: Connection refused")
 
 
 async def test_a_server_that_was_killed_and_comes_back_gets_requests_again() -> None:

@@ -113,7 +113,7 @@ def test_three_servers_of_which_one_dies_one_is_slow_and_one_refuses_answer_ever
     results = read_lines(tmp_path / "out")
     assert [result["custom_id"] for result in results] == [f"r{n}" for n in range(len(texts))]
     assert list(contents(results).values()) == texts
-    assert f"The server at {url_of(dying)} cannot be reached" in said
+    assert f"The server at {url_of(dying)} cannot be reached" in said, said
     assert max(answered.values()) == 1, "no line was computed twice by servers that lived"
 
 

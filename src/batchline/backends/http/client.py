@@ -112,7 +112,7 @@ class HttpClient:
                 try:
                     connection = await self._new_connection()
                 except ConnectFailed as exc:
-                    if broken is None:
+                    if broken is None or not body:  # a probe asks whether the server is there now
                         raise
                     raise ExchangeFailed(broken.reason) from exc  # it did not close the connection: it is gone
             self._used.add(connection)
