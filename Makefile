@@ -26,12 +26,15 @@ setup: $(STAMP)
 INSTALLED_FROM := pyproject.toml constraints.txt $(wildcard setup.py src/batchline/native/*.cpp src/batchline/native/*.h)
 
 # $(1): what pip installs. Bytecode is left to the first run, which needs a small part of it, if Python may write it then.
+# The kernels are compiled meanwhile; where they cannot be, the installation succeeds all the same.
 define install
-	@echo "Setting up $(VENV) with $(1): downloads, once, and then the native kernels are compiled."
+	@echo "Setting up $(VENV) with $(1): downloads, once, while the native kernels are compiled."
 	@test -d $(VENV) || $(PYTHON) -m venv $(VENV)
 	@rm -f src/batchline/native/*.so
 	@$(PIP) --quiet "setuptools>=77" wheel
-	$(PIP) $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) --no-build-isolation -e "$(1)"
+	@$(BIN)/python setup.py --quiet build_ext --inplace & kernels=$$!; \
+	BATCHLINE_KERNELS=no $(PIP) $(if $(PYTHONDONTWRITEBYTECODE),,--no-compile) --no-build-isolation -e "$(1)" \
+	|| { kill $$kernels; exit 1; }; wait $$kernels
 endef
 
 $(RUNTIME): $(INSTALLED_FROM)

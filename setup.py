@@ -3,6 +3,8 @@
 Everything else about the package is in pyproject.toml. One shared library holds the kernels of every instruction set;
 which of them run is decided when it is loaded, so no flag here depends on the machine that builds. Python calls the
 library through ctypes, so one wheel serves every version of Python.
+
+`BATCHLINE_KERNELS=no` leaves them out: the Makefile compiles them beside pip, which only fetches and unpacks meanwhile.
 """
 
 import os
@@ -48,23 +50,23 @@ class AnyPythonWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
+KERNELS = Extension(
+    "batchline.native._kernels",
+    sources=[str(path) for path in sorted(NATIVE.glob("*.cpp"))],
+    depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-ffp-contract=fast",
+        "-fno-math-errno",
+        "-fvisibility=hidden",
+        "-Wno-psabi",
+    ],
+    language="c++",
+    optional=True,
+)
+
 setup(
     cmdclass={"build_ext": BuildKernels, "bdist_wheel": AnyPythonWheel},
-    ext_modules=[
-        Extension(
-            "batchline.native._kernels",
-            sources=[str(path) for path in sorted(NATIVE.glob("*.cpp"))],
-            depends=[str(path) for path in sorted(NATIVE.glob("*.h"))],
-            extra_compile_args=[
-                "-std=c++17",
-                "-O3",
-                "-ffp-contract=fast",
-                "-fno-math-errno",
-                "-fvisibility=hidden",
-                "-Wno-psabi",
-            ],
-            language="c++",
-            optional=True,
-        )
-    ],
+    ext_modules=[] if os.environ.get("BATCHLINE_KERNELS") == "no" else [KERNELS],
 )

@@ -182,9 +182,9 @@ def test_an_environment_may_serve_several_commands(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prot: 8", r"unknown option 'prot'. Did you mean port\?"),
-        ("zzz: 8", r"unknown option 'zzz'\.$"),
-        ("config: x.yaml", "unknown option 'config'"),
+        ("prot: 8", r"No such option: 'prot'. Did you mean port\?"),
+        ("zzz: 8", r"No such option: 'zzz'\.$"),
+        ("config: x.yaml", "No such option: 'config'"),
         ("port: [1, 2]", "port: it takes one value, not a list"),
         ("port:", "port: it needs a value, not nothing"),
         ("extra: true", "extra: it needs a value, not true"),
@@ -200,6 +200,21 @@ def test_an_environment_may_serve_several_commands(
 def test_what_is_wrong_in_a_file_is_named(write: Any, text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run("--config", write(text), "--needed", "x")
+
+
+def test_all_that_is_wrong_in_a_file_is_named_together(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("prot: 8\nzzz: 1\nport: many\nmax-num-seqs: []\n")
+    ended = CliRunner().invoke(app, ["serve", "m", "--config", str(path), "--max-model-len", "none"])
+    assert isinstance(ended.exception, UsageError)
+    assert str(ended.exception).startswith("4 problems with the arguments:\n")
+    for problem in (
+        f"- {path}: No such option: 'prot'. Did you mean port? No such option: 'zzz'.\n",
+        f"- {path}: port: Input should be a valid integer",
+        f"- {path}: max-num-seqs: it takes one value",
+        "- Invalid value for '--max-model-len': 'none'",
+    ):
+        assert problem in str(ended.exception)
 
 
 def test_only_yaml_is_taken(write: Any, tmp_path: Path) -> None:

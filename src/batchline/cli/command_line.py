@@ -106,14 +106,14 @@ def _options_of_others(ctx: Any) -> dict[str, str]:
 def _process(ctx: Any, parameters: Sequence[Any], given: Any, rest: list[str], order: Sequence[Any]) -> list[Any]:
     """Convert and check every value, those of eager options first. Returns the problems.
 
-    If an eager option (such as the configuration file) fails, the others are not checked, because they depend on it.
+    The others are not checked if the configuration file cannot be read, because they depend on it.
     """
     failures: list[Any] = []
     position = {id(parameter): number for number, parameter in reversed(list(enumerate(order)))}
     for parameter in sorted(parameters, key=lambda p: (not p.is_eager, position.get(id(p), len(order)))):
         failure = _failure_of(ctx, parameter, given, rest)
         failures += [] if failure is None else [failure]
-        if failure is not None and parameter.is_eager:
+        if failure is not None and parameter.is_eager and ctx.default_map is None:
             break
     return failures
 

@@ -68,18 +68,21 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _load(context: typer.Context, path: Path | None) -> Path | None:
-    """Load the file before any other option is processed, regardless of their order."""
+    """Load the file before any other option is processed, regardless of their order.
+
+    Raises: UsageError. After one for unknown keys, the default map holds the other keys, so that they can be checked too.
+    """
     options = _long_options(context.command)
     _warn_of_unknown_variables(context)
     _warn_of_vllm_variables()
     if path is None and os.environ.get(_CONFIG_VARIABLE):
         path = Path(os.environ[_CONFIG_VARIABLE])
     translation = context.meta.get(TRANSLATION)
-    settings = [
-        *environment_settings(options, os.environ),
-        *(file_settings(options, path, translation) if path else []),
-    ]
+    of_file, unknown = file_settings(options, path, translation) if path else ([], [])
+    settings = [*environment_settings(options, os.environ), *of_file]
     context.default_map = {setting.parameter.name: _default(setting, context) for setting in settings}
+    if unknown:
+        raise UsageError(f"{path}: {' '.join(unknown)}")
     return path
 
 
@@ -178,14 +181,17 @@ def _from_text(parameter: Any, text: str, variable: str) -> Any:
         raise UsageError(f"{variable}: cannot be split into values: {exc}") from exc
 
 
-def file_settings(options: Mapping[str, Any], path: Path, translation: Translation | None = None) -> list[Setting]:
-    """A configuration file's settings for `options` by long name. Raises: UsageError, which names unknown keys.
+def file_settings(
+    options: Mapping[str, Any], path: Path, translation: Translation | None = None
+) -> tuple[list[Setting], list[str]]:
+    """A configuration file's settings for `options` by long name, and a sentence for each unknown key.
 
     translation: takes keys that are options of vLLM. The file's own keys override the translated ones.
+    Raises: UsageError if the file cannot be read.
     """
     own: list[Setting] = []
     translated: list[Setting] = []
-    problems: list[str] = []
+    unknown: list[str] = []
     for key, value in _read(path).items():
         name = str(key).replace("_", "-")
         where = f"{path}: {key}"
@@ -196,10 +202,8 @@ def file_settings(options: Mapping[str, Any], path: Path, translation: Translati
         elif translation is not None and found is not None:
             translated += _translated(options, translation, name, found, value, path)
         else:
-            problems.append(f"{path}: unknown option {str(key)!r}.{_closest(name, options)}")
-    if problems:
-        raise UsageError("\n".join(problems))
-    return [*translated, *own]
+            unknown.append(f"No such option: {str(key)!r}.{_closest(name, options)}")
+    return [*translated, *own], unknown
 
 
 def _translated(
