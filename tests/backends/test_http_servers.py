@@ -397,6 +397,25 @@ async def test_a_probe_over_a_connection_that_breaks_finds_that_the_server_canno
     assert (found.health, found.reason) == (Health.AWAY, "cannot be reached: Connection refused")
 
 
+async def test_a_connection_that_is_closed_at_once_is_not_opened_again_without_end() -> None:
+    """Bug: it counted as one that had been used before, so that the next one was opened at once."""
+    num_opened = 0
+
+    class Closing(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            nonlocal num_opened
+            num_opened += 1
+            assert isinstance(transport, asyncio.Transport)
+            transport.abort()
+
+    server = await asyncio.get_running_loop().create_server(Closing, "127.0.0.1", 0)
+    address = server_address(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+    with closing(HttpClient(address, ReplyLimits(1 << 20, LargeBodies(1)))) as client:
+        assert (await probe(client, address)).health is Health.AWAY
+    server.close()
+    assert num_opened == 1
+
+
 async def test_a_server_that_was_killed_and_comes_back_gets_requests_again() -> None:
     with hostile_server() as (process, port):
         backend = backend_of(f"http://127.0.0.1:{port}")

@@ -124,7 +124,11 @@ def test_no_process_outlives_a_command_that_is_ended(
 def test_a_closed_terminal_ends_the_engine(begun: list[subprocess.Popen[str]], record: Path) -> None:
     ours, theirs = pty.openpty()
     ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
-    process = begin(begun, record, ["a"], switches=LOADING, **ends)
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it is ignored, also by the run
+    try:
+        process = begin(begun, record, ["a"], switches=LOADING, **ends)
+    finally:
+        signal.signal(signal.SIGHUP, previous)
     os.close(theirs)
     until(lambda: len(engines_of(record)) == 3)
     os.close(ours)

@@ -165,11 +165,14 @@ class HttpClient:
             raise ExchangeFailed("is no longer in use", was_sent=False)
         connecting = self._connected_by_proxy() if self._proxy is not None and self._tls else self._connected()
         try:
-            return await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+            connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
         except TimeoutError:
             raise ConnectFailed("cannot be reached: no connection in time") from None
         except (OSError, ssl.SSLError, UnicodeError) as exc:
             raise _connect_failure(exc, self._host) from exc
+        if not connection.is_open:
+            raise ConnectFailed("cannot be reached: it closes the connection at once")
+        return connection
 
     async def _connected(self) -> Connection:
         """Raises: OSError, ssl.SSLError."""
