@@ -30,6 +30,7 @@ ALLOWED_OWNERS = {
     "fastapi": {"server"},
     "starlette": {"server"},
     "uvicorn": {"server"},
+    "uvloop": {"batch"},
     "prometheus_client": {"server"},
     "ray": {"backends"},
     "sqlalchemy": {"jobs"},

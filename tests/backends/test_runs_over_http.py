@@ -93,6 +93,25 @@ def test_a_model_that_no_server_lists_is_refused(tmp_path: Path) -> None:
     assert "--served-model-name" not in named.stderr, "it has no effect on other servers"
 
 
+def test_a_program_that_uses_another_event_loop_gets_its_answers(tmp_path: Path) -> None:
+    """Bug: uvloop's transports are no subclasses of asyncio's, so that connections were opened without end."""
+    batch_of(tmp_path, [f"text {n}" for n in range(20)])
+    program = """
+import asyncio, sys, uvloop
+from batchline import run_batch
+uvloop.install()
+async def main():
+    return run_batch(sys.argv[1], sys.argv[2], base_url=sys.argv[3])
+print(asyncio.run(main()).succeeded)
+"""
+    with hostile_server() as (_, port):
+        words = [str(tmp_path / "in.jsonl"), str(tmp_path / "out"), url_of(port)]
+        ended = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program, *words], capture_output=True, text=True, timeout=60
+        )
+    assert ended.stdout == "20\n", ended.stderr
+
+
 def test_three_servers_of_which_one_dies_one_is_slow_and_one_refuses_answer_every_line_once(tmp_path: Path) -> None:
     texts = [f"text {n}" for n in range(1500)]
     batch_of(tmp_path, texts)

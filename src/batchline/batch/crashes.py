@@ -207,6 +207,8 @@ class InFlight:
 
     The file begins with the token of the crash that would end the run: each run of a process counts its own crashes.
     Then follow the seats: each has a request's position plus one, or 0.
+
+    is_written: whether requests get seats. Those that other processes compute cannot end this one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -214,6 +216,7 @@ class InFlight:
         self.token = token.hex()
         self._path = path
         self._is_excused = False
+        self.is_written = True
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         self._seats: dict[int, int] = {}
         self._free: list[int] = []
@@ -247,7 +250,7 @@ class InFlight:
         return Crash(self.token, fault, tuple(sorted(self._seats)))
 
     def _write_seat(self, seat: int, number: int) -> None:
-        if not self._is_excused:
+        if self.is_written and not self._is_excused:
             self._write(_SEAT.pack(number), (seat + 1) * _SEAT.size)
             self._undo_if_excused()
 

@@ -447,6 +447,7 @@ class BatchRun:
             async with contextlib.AsyncExitStack() as stack:
                 started = await unless_stopped(stack.enter_async_context(backend), self._stop)
                 before = stats_of(started)
+                in_flight.is_written = not started.wants_raw_bodies  # a backend that forwards requests computes none
                 self._stop.notice = STOPPING
                 self._pace.begin_running(state.tally)
                 await self._watch.report_models(started)
