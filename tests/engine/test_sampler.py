@@ -209,6 +209,18 @@ def test_all_penalties_add_up_after_the_bias() -> None:
     torch.testing.assert_close(actual, expected)
 
 
+def test_arrays_of_large_biases_are_cached_only_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bug: the biases of finished requests stayed in memory until there were 256 arrays: over half a gigabyte."""
+    monkeypatch.setattr(sampler, "_kept_arrays", {})
+    monkeypatch.setattr(sampler, "_MAX_KEPT_NUMBERS", 100)
+    logits = random_logits()
+    for step in range(20):
+        bias = {token: float(step + token) for token in range(VOCAB)}
+        expected = logits + torch.arange(VOCAB) + step
+        torch.testing.assert_close(processed(logits, logit_bias=bias), expected)
+        assert sum(len(array) for _, array in sampler._kept_arrays.values()) <= 100
+
+
 def test_logit_bias_is_added() -> None:
     logits = random_logits()
     expected = logits.clone()

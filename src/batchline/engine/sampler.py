@@ -153,7 +153,8 @@ def _amounts(biases: Mapping[int, float]) -> np.ndarray:
 
 
 _kept_arrays: dict[tuple[int, int], tuple[object, np.ndarray]] = {}
-_MAX_KEPT = 256
+_MAX_KEPT, _MAX_KEPT_NUMBERS = 256, 2 << 20
+"""Limits on the cached arrays and on the numbers in them. With the collections, so many numbers take about 130 MB."""
 
 
 def _kept(collection: T, make: Callable[[T], np.ndarray], kind: int = 0) -> np.ndarray:
@@ -164,9 +165,11 @@ def _kept(collection: T, make: Callable[[T], np.ndarray], kind: int = 0) -> np.n
     key = (id(collection), kind)
     found = _kept_arrays.get(key)
     if found is None:
-        if len(_kept_arrays) >= _MAX_KEPT:
+        found = (collection, make(collection))
+        num_numbers = len(found[1]) + sum(len(array) for _, array in _kept_arrays.values())
+        if len(_kept_arrays) >= _MAX_KEPT or num_numbers > _MAX_KEPT_NUMBERS:
             _kept_arrays.clear()
-        found = _kept_arrays[key] = (collection, make(collection))
+        _kept_arrays[key] = found
     return found[1]
 
 
