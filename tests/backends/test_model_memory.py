@@ -190,6 +190,20 @@ def test_a_draft_model_and_its_cache_count(length: int | None, monkeypatch: pyte
         assert fits_in_memory(config, "generate") is fits
 
 
+def test_nothing_is_read_from_the_hub_to_see_whether_a_model_fits_with_its_draft_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Bug: the model's configuration was loaded from the hub, only for the size of the draft model's cache."""
+    config = EngineConfig(
+        model=ModelConfig(model="nobody/has-this-model"), speculation=SpeculationConfig(draft_model=TINY_CHAT)
+    )
+    read: list[str] = []
+    monkeypatch.setattr("batchline.backends.model_memory._text_config", lambda model: read.append(model.model))
+    assert memory_need(config, "generate") is None
+    assert not fits_in_memory(config, "generate")
+    assert not read
+
+
 def test_an_embedding_model_needs_no_cache() -> None:
     need = memory_need(EngineConfig(model=ModelConfig(model=TINY_EMBED)), "embed")
     assert need is not None

@@ -108,9 +108,12 @@ def memory_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
 
 
 def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
-    """The same without the cache."""
-    num_bytes, draft_bytes = weight_bytes(config.model, task), _draft_bytes(config, task)
-    if num_bytes is None or draft_bytes is None:
+    """The same without the cache. Raises: ModelLoadError."""
+    num_bytes = weight_bytes(config.model, task)
+    if num_bytes is None:
+        return None
+    draft_bytes = _draft_bytes(config, task)
+    if draft_bytes is None:
         return None
     return MemoryNeed(
         weight_bytes=num_bytes,
@@ -123,7 +126,8 @@ def _weights_need(config: EngineConfig, task: Task) -> MemoryNeed | None:
 
 
 def _draft_bytes(config: EngineConfig, task: Task) -> int | None:
-    """Bytes of the draft model and its cache; None for one of a hub that is not on this machine."""
+    """Bytes of the draft model and its cache; None for one of a hub that is not on this machine. The model itself is on
+    this machine. Raises: ModelLoadError."""
     folder = config.speculation.draft_model
     if folder is None or task != "generate":
         return 0
