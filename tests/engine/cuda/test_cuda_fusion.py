@@ -52,6 +52,12 @@ def test_only_models_whose_code_is_known_have_a_fused_twin(family: str, tmp_path
     assert (fused_twin(loaded.model, loaded.groups) is not None) == (family in FUSED)
 
 
+def test_a_model_with_an_activation_that_is_not_fused_here_has_no_twin(tmp_path: Path, device: torch.device) -> None:
+    """Bug: fusing it failed, and the log showed a traceback each time it was loaded."""
+    loaded = Engine(config(make_model("llama", tmp_path, hidden_act="gelu_pytorch_tanh"))).loaded
+    assert fused_twin(loaded.model, loaded.groups) is None
+
+
 @torch.inference_mode()
 def test_a_twin_stores_no_weight_again_and_its_model_computes_what_it_did(tmp_path: Path, device: torch.device) -> None:
     loaded = Engine(config(make_model("qwen2", tmp_path))).loaded  # the one with biases

@@ -1,8 +1,8 @@
 """Fused decoder layers on CUDA: a twin of a loaded model that shares its weights and runs in fewer launches.
 
-The twin has the same parts as the model, but its layers are one `FusedStack`, as on the CPU (`engine/fusion.py`): one
-product each for queries, keys and values and for gate and up, and Triton kernels between the products. The weights of
-such a product lie together, and the model's own modules get views of them. So nothing is stored twice, and the model
+The twin has the same parts as the model, but its layers are one `CudaFusedStack`, as on the CPU (`engine/fusion.py`):
+one product each for queries, keys and values and for gate and up, and Triton kernels between the products. The weights
+of such a product lie together, and the model's own modules get views of them. So nothing is stored twice, and the model
 still runs: it is the twin's reference, and what runs if the twin computes something else.
 """
 
@@ -27,7 +27,8 @@ TESTED = (
     *("LlamaModel", "MistralModel", "Qwen2Model", "Qwen2VLTextModel", "Qwen2_5_VLTextModel", "Qwen3Model"),
     "Qwen3VLTextModel",
 )
-"""The known decoders that are fused here. Their layers are like Llama's; others have not been tested on a GPU."""
+"""The known decoders that are fused here, with SiLU. Their layers are like Llama's; others have not been tested on a
+GPU."""
 
 Rotary = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines, (num_tokens, key_dim) each."""
@@ -83,7 +84,7 @@ class JoinedFormat:
         return GatedLinear(self.join(gate, up))
 
 
-class FusedStack(nn.Module):
+class CudaFusedStack(nn.Module):
     """All decoder layers of a model, as the one entry of its list of layers."""
 
     def __init__(self, layers: Sequence[FusedLayer]) -> None:
@@ -99,7 +100,7 @@ class FusedStack(nn.Module):
         added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
         **_ignored: Any,
     ) -> torch.Tensor:
-        """See the `FusedStack` of `engine/fusion.py`."""
+        """See `FusedStack`."""
         rotary = (position_embeddings[0][0], position_embeddings[1][0])
         x, delta = hidden_states[0], None
         for index, layer in enumerate(self._layers):
@@ -129,13 +130,17 @@ class FusedNorm(nn.Module):
 
 def fused_twin(model: Any, groups: Sequence[CacheGroup]) -> nn.Module | None:
     """A model with fused layers and the same weights, which only runs packed steps in a `CudaLayout`; None if the
-    model's layers are not known. The given model keeps its layers."""
-    if not can_fuse(model, groups) or type(model.model).__name__ not in TESTED:
+    model's layers are not known here. The given model keeps its layers."""
+    if not can_fuse(model, groups) or not _is_tested(model):
         return None
     decoder = model.model
     layers = fused_layers(decoder, decoder.layers, groups, JoinedFormat())
     norm = FusedNorm(decoder.norm.weight, decoder.norm.variance_epsilon)
-    return _with_modules(model, model=_with_modules(decoder, layers=nn.ModuleList([FusedStack(layers)]), norm=norm))
+    return _with_modules(model, model=_with_modules(decoder, layers=nn.ModuleList([CudaFusedStack(layers)]), norm=norm))
+
+
+def _is_tested(model: Any) -> bool:
+    return type(model.model).__name__ in TESTED and model.config.hidden_act == "silu"
 
 
 def _attention(index: int, layer: FusedLayer, normed: torch.Tensor, rotary: Rotary, layout: CudaLayout) -> torch.Tensor:
