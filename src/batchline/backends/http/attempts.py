@@ -59,7 +59,7 @@ _FINAL_5XX = frozenset({501, 505, 511})
 _NO_CREDIT = frozenset({"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"})
 
 
-class Attempts:
+class ServerAttempts:
     """The attempts at one call. want: its wish for a place. progress: shows whether the request only waits."""
 
     def __init__(

@@ -23,7 +23,7 @@ from batchline.backends.base import (
     models_by_name,
     unknown_path,
 )
-from batchline.backends.http.attempts import Attempts
+from batchline.backends.http.attempts import ServerAttempts
 from batchline.backends.http.calls import call_of, form_call, is_form, plain_call
 from batchline.backends.http.client import HttpClient
 from batchline.backends.http.concurrency import AdaptiveLimit
@@ -154,7 +154,7 @@ class HttpBackend:
             body = error_body(request.url, error.body())
             return Answer(status_code=error.status_code, body=body, request_id=request.request_id)
         want.prefix = call.prefix
-        answer = await Attempts(pool, self._config, call, want, engine_progress.get()).answer()
+        answer = await ServerAttempts(pool, self._config, call, want, engine_progress.get()).answer()
         if answer.values is not None:
             self._count(answer.values)
         return answer
@@ -166,7 +166,8 @@ class HttpBackend:
         call = await call_of(request)
         want.prefix = call.prefix
         began_at = time.monotonic()
-        found = await Attempts(pool, self._config, call, want, engine_progress.get()).first_reply(wants_events=True)
+        attempts = ServerAttempts(pool, self._config, call, want, engine_progress.get())
+        found = await attempts.first_reply(wants_events=True)
         if isinstance(found, Answer):
             raise _error_instead_of_stream(found)
         server, reply = found

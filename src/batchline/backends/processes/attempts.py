@@ -20,7 +20,7 @@ from batchline.errors import EngineLost, InternalServerError, ServiceUnavailable
 logger = logging.getLogger(__name__)
 
 
-class Attempts:
+class ProcessAttempts:
     """One request's way to its answer, on one engine after another."""
 
     def __init__(self, balancer: Balancer[Replica], request: EndpointRequest) -> None:

@@ -31,7 +31,7 @@ from batchline.backends.base import (
 )
 from batchline.backends.http.replies import usage_counts
 from batchline.backends.identity import result_settings
-from batchline.backends.processes.attempts import Attempts
+from batchline.backends.processes.attempts import ProcessAttempts
 from batchline.backends.processes.config import ProcessConfig, refuse_here
 from batchline.backends.processes.life import Life, begin_life
 from batchline.backends.processes.replica import Replica
@@ -111,7 +111,7 @@ class ProcessBackend:
         """
         try:
             self._refuse_unserved(request)
-            answer = await Attempts(self._balancer, request).answer()
+            answer = await ProcessAttempts(self._balancer, request).answer()
         except RequestError as error:
             return _error_answer(request, error)
         if answer.values is not None:
@@ -124,7 +124,7 @@ class ProcessBackend:
         Raises: RequestError, EngineLost, ModelLoadError, all before the first chunk.
         """
         self._refuse_unserved(request)
-        async with aclosing(Attempts(self._balancer, request).stream()) as chunks:
+        async with aclosing(ProcessAttempts(self._balancer, request).stream()) as chunks:
             async for chunk in chunks:
                 self._count(chunk)
                 yield chunk
