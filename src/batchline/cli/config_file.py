@@ -70,7 +70,8 @@ def takes_config_file(command: Callable[..., None]) -> Callable[..., None]:
 def _load(context: typer.Context, path: Path | None) -> Path | None:
     """Load the file before any other option is processed, regardless of their order.
 
-    Raises: UsageError. After one for unknown keys, the default map holds the other keys, so that they can be checked too.
+    Raises: UsageError. After one for unknown keys, the default map holds the other keys, so that they can be checked
+    too.
     """
     options = _long_options(context.command)
     _warn_of_unknown_variables(context)
