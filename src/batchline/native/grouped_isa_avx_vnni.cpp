@@ -19,12 +19,7 @@ constexpr int kBytesStart = 128;  // the dot product takes weights without a sig
 
 #include "simd.inc.h"
 #include "generic.inc.h"
-
-inline F32 fused(F32 sum, F32 a, F32 b) {
-  return reinterpret<F32>(
-      _mm256_fmadd_ps(reinterpret<__m256>(a), reinterpret<__m256>(b), reinterpret<__m256>(sum)));
-}
-
+#include "avx2.inc.h"
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"

@@ -24,14 +24,7 @@ constexpr int kLinearPanels = 4;  // even: gate and up go together
 
 #include "simd.inc.h"
 #include "avx512.inc.h"
-
-inline void store(BFloat16* to, F32 x) { store_bits(to, _mm512_cvtneps_pbh(reinterpret<__m512>(x))); }
-
-// The products of a pair are added without rounding between them; subnormal numbers count as zero.
-inline F32 dot_pairs(F32 sum, U32 a, U32 b) {
-  return reinterpret<F32>(_mm512_dpbf16_ps(reinterpret<__m512>(sum), reinterpret<__m512bh>(a), reinterpret<__m512bh>(b)));
-}
-
+#include "avx512_bf16.inc.h"
 #include "vector_math.inc.h"
 
 #include "elementwise.inc.h"
