@@ -39,7 +39,7 @@ struct RmsNormArgs {
 enum Gate : int64_t { kNoGate, kSilu, kGeluTanh };
 
 // out = x * weight^T + bias, with the weight in panels: (panels, pairs of inputs, kPanel, pair), zero-padded. Gated: the
-// panels alternate between gate and up, and out = silu(gate) * up, or as `Gate` says, has half as many columns.
+// panels alternate between gate and up, and out = activation(gate) * up (see `Gate`) has half as many columns.
 struct LinearArgs {
   const void* x;
   const void* panels;

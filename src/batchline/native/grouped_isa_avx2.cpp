@@ -25,8 +25,6 @@ constexpr int kBytesStart = 0;  // `dot_bytes` subtracts 128 itself
 #include "epilogue.inc.h"
 #include "half.inc.h"
 
-inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm256_cvtps_epi32(reinterpret<__m256>(x))); }
-
 // Sums of two products fit into 16 bits: weights are below 64.
 inline I32 dot_unsigned(I32 sum, I32 weights, I32 x) {
   const __m256i pairs = _mm256_maddubs_epi16(reinterpret<__m256i>(weights), reinterpret<__m256i>(x));

@@ -25,8 +25,6 @@ constexpr int kBytesStart = 128;  // the dot product takes weights without a sig
 #include "epilogue.inc.h"
 #include "half.inc.h"
 
-inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm256_cvtps_epi32(reinterpret<__m256>(x))); }
-
 inline I32 dot_unsigned(I32 sum, I32 weights, I32 x) {
   return reinterpret<I32>(
       _mm256_dpbusd_avx_epi32(reinterpret<__m256i>(sum), reinterpret<__m256i>(weights), reinterpret<__m256i>(x)));

@@ -10,21 +10,13 @@ constexpr int kBytesStart = 0;  // `dot_bytes` subtracts 128 itself
 
 #include "simd.inc.h"
 #include "generic.inc.h"
-
-inline F32 fused(F32 sum, F32 a, F32 b) { return sum + a * b; }
-
+#include "portable.inc.h"
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"
 #include "half.inc.h"
 
 typedef int16_t I16 __attribute__((vector_size(kLanes * 4)));  // twice as many lanes
-
-inline I32 round_to_int(F32 x) {
-  I32 rounded;
-  for (int lane = 0; lane < kLanes; ++lane) rounded[lane] = static_cast<int32_t>(__builtin_lrintf(x[lane]));
-  return rounded;
-}
 
 // Even and odd bytes as 16-bit numbers, both with a sign. The sum of two products fits into 16 bits, because no number of x
 // is beyond 127.

@@ -19,11 +19,10 @@ constexpr int kOffset = 0;
 
 #include "simd.inc.h"
 #include "generic.inc.h"
+#include "avx2.inc.h"
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"
-
-inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm256_cvtps_epi32(reinterpret<__m256>(x))); }
 
 // Sums of two products fit into 16 bits, because no factor is beyond 127.
 inline I32 dot_fours(I32 sum, I32 a, I32 b) {

@@ -10,17 +10,12 @@ constexpr int kOffset = 0;
 
 #include "simd.inc.h"
 #include "generic.inc.h"
+#include "portable.inc.h"
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
 typedef int16_t I16 __attribute__((vector_size(kLanes * 4)));  // twice as many lanes
-
-inline I32 round_to_int(F32 x) {
-  I32 rounded;
-  for (int lane = 0; lane < kLanes; ++lane) rounded[lane] = static_cast<int32_t>(__builtin_lrintf(x[lane]));
-  return rounded;
-}
 
 // Even and odd bytes as 16-bit numbers. A product, and the sum of two products, also fit, because no factor is beyond 127.
 inline I32 dot_fours(I32 sum, I32 a, I32 b) {

@@ -13,9 +13,7 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 
 #include "simd.inc.h"
 #include "generic.inc.h"
-
-inline F32 fused(F32 sum, F32 a, F32 b) { return sum + a * b; }
-
+#include "portable.inc.h"
 #include "bfloat16.inc.h"
 #include "vector_math.inc.h"
 

@@ -3,8 +3,8 @@
 constexpr int64_t kDepth = 512;  // pairs of inputs at once: their panels and rows stay in the second-level cache
 constexpr int64_t kPanelsAhead = 2 * kLinearPanels;  // what this core, or its neighbour, multiplies after the next panels
 
-// Whether all columns of some panels are finished in registers. GELU is not, because the registers that it needs would be
-// missing where the sums of SiLU layers are.
+// Whether all columns of some panels are finished in registers. GELU is not computed there: its code needs so many
+// registers that the sums of SiLU layers would no longer fit.
 template <int kPanels>
 inline bool finishes_whole(const LinearArgs& a, int64_t panel) {
   const int64_t columns = (panel + kPanels) / (a.is_gated() ? 2 : 1) * kPanel;
