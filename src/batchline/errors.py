@@ -262,15 +262,15 @@ class InputChanged(RunFailed):
 
 
 class DefaultModelUnknown(RunFailed):
-    """Requests name no model, and which one they get is not known now.
+    """Some requests name no model, and the default model is not known now.
 
     problem: why not. first: the first of these requests.
     """
 
     def __init__(self, problem: str, first: str) -> None:
         super().__init__(
-            f"Requests name no model, the first in {first}, and which one they get is not known: {problem}. Run the "
-            "same command when all servers are ready, or name the model with --model."
+            f"Some requests name no model (the first: {first}), and the default model is not known: {problem}. Run the "
+            "same command again when all servers are ready, or name the model with --model."
         )
         self.problem = problem
 

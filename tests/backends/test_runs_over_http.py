@@ -190,7 +190,7 @@ def test_which_server_is_up_does_not_decide_the_model_of_requests_that_name_none
         unknown = run(tmp_path, *options)
         assert unknown.returncode == 1
         problem = f"the server at {url_of(port)} cannot be reached: Connection refused"
-        assert f"Requests name no model, the first in line 2, and which one they get is not known: {problem}. " in (
+        assert f"Some requests name no model (the first: line 2), and the default model is not known: {problem}. " in (
             " ".join(unknown.stderr.split())
         )
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
@@ -233,7 +233,7 @@ def test_a_run_that_cannot_find_out_its_model_takes_that_of_the_same_run_before(
         write_lines(tmp_path / "in.jsonl", [*lines, chat_line("c", model=None)])
         edited = run(tmp_path, *options)
     assert (again.returncode, "Already complete" in again.stderr) == (0, True), again.stderr
-    assert (edited.returncode, "Requests name no model" in edited.stderr) == (1, True), edited.stderr
+    assert (edited.returncode, "Some requests name no model" in edited.stderr) == (1, True), edited.stderr
     assert len(read_lines(tmp_path / "out")) == 2
 
 

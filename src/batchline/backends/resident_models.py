@@ -244,7 +244,7 @@ def _refuse_other_vocabulary(config: EngineConfig, tokenizer: Tokenizer) -> None
 def _refuse_smaller_vocabulary(config: EngineConfig, engine: AsyncEngine, tokenizer: Tokenizer) -> None:
     """Check that a draft model has an embedding for each token of the texts. Raises: ModelLoadError.
 
-    The tables of two models with the same tokenizer are often padded to different sizes, which is no matter.
+    The tables of two models with the same tokenizer are often padded to different sizes, which does not matter.
     """
     needed = min(tokenizer.vocab_size, engine.vocab_size)
     found = engine.num_draft_token_ids

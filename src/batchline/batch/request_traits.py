@@ -97,8 +97,8 @@ def expected_decode(url: str, body: dict[str, Any]) -> int | None:
 
 
 def output_limit(url: str, body: dict[str, Any]) -> int | None:
-    """The most output tokens that a generating request asks for; None means as many as fit the context, or that nobody
-    knows: the field has a value that is no number."""
+    """The most output tokens that a generating request asks for; None means as many as fit the context, or that it is
+    not known, because the field's value is not a whole number."""
     limit = body.get("max_completion_tokens") or body.get("max_tokens") or body.get("max_output_tokens")
     if not limit:
         return ENDPOINTS[url].default_max_tokens
@@ -108,7 +108,7 @@ def output_limit(url: str, body: dict[str, Any]) -> int | None:
 
 def whole_number(value: Any) -> int | None:
     """The integer, `MAX_LIMIT` at most, that servers read in a field: 4, and also 4.0 (tables store integers as floats)
-    or "4". None if it is no number."""
+    or "4". None for any other value."""
     if isinstance(value, str):
         is_number = len(value) <= _MAX_DIGITS and value.isascii() and value.isdecimal()
     else:

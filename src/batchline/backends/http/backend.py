@@ -228,7 +228,7 @@ class HttpBackend:
             await asyncio.sleep(_START_POLL_S)
 
     def _note_servers(self, pool: ServerPool) -> None:
-        """As `_note_models`, of running servers: one that has died since it was asked still counts with its models."""
+        """Call `_note_models` for the pool's servers. A server that has died since still counts with its models."""
         self._note_models(
             {
                 server.name: Probe(Health.READY, models=server.models)
@@ -260,7 +260,7 @@ class HttpBackend:
         return name
 
     def _want(self, pool: ServerPool, request: EndpointRequest) -> Want:
-        """The servers that may answer a request. Raises: NotFound, BadRequest."""
+        """A request's wish for a place at one of the servers that may answer it. Raises: NotFound, BadRequest."""
         if request.url not in ENDPOINTS:
             raise unknown_path(request.url, self._known)
         name = request.body.get("model")

@@ -153,7 +153,8 @@ class ServerPool:
         self._pump()
 
     def _update(self, want: Want) -> None:
-        """The servers' models may have changed since the request came. If none has its model, one of them says so."""
+        """Choose a request's servers again, because their models may have changed since it came. If no server has its
+        model any longer, it keeps its servers, and one of them reports the error."""
         if want.model is not None:
             want.among = self.serving(want.model) or want.among
 
