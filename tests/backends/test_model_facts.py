@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import psutil
 import pytest
 import torch
 
@@ -66,6 +68,23 @@ async def test_a_model_has_as_many_threads_as_a_container_may_use_processors(
     engine = config("tiny-embed")
     facts = await facts_with(replace(engine, model=replace(engine.model, num_threads=wanted)))
     assert facts.num_threads == threads
+
+
+def test_a_containers_limit_does_not_raise_the_number_of_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: with eight cores that count as sixteen processors, and a limit of twelve, a model had twelve threads."""
+    (tmp_path / "groups").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text("1200000 100000\n")
+    monkeypatch.setattr(process_memory, "MOUNT", tmp_path)
+    monkeypatch.setattr(process_memory, "OWN_GROUPS", tmp_path / "groups")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    for cores, num_threads in ((8, None), (16, 12)):
+        monkeypatch.setattr(psutil, "cpu_count", lambda cores=cores, *, logical: 16 if logical else cores)
+        given = config("tiny-embed")
+        (engine,) = InProcessBackend([replace(given, model=replace(given.model, num_threads=None))])._engines
+        assert engine.model.num_threads == num_threads
 
 
 def isa_in_use() -> str:

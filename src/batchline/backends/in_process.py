@@ -15,6 +15,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from batchline.backends.base import (
     Answer,
     BackendStats,
@@ -349,16 +351,18 @@ def _within_quota(config: EngineConfig) -> EngineConfig:
     """The same engine, with no more threads than the processors whose time a container may use. Those that it sees may
     be many more, and threads that are paused in mid-step keep the others waiting."""
     quota = cpu_quota()
-    if config.model.num_threads is not None or quota is None or quota >= _num_visible_processors():
+    if config.model.num_threads is not None or quota is None or quota >= _default_num_threads():
         return config
     return replace(config, model=replace(config.model, num_threads=quota))
 
 
-def _num_visible_processors() -> int:
-    """The default number of threads: OpenMP's variable, or the processors that this process may run on."""
+def _default_num_threads() -> int:
+    """How many threads torch uses by itself: OpenMP's variable, or one for each core that this process may run on, even
+    if a core counts as two processors."""
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return int(os.environ["OMP_NUM_THREADS"])
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_visible = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(num_visible, psutil.cpu_count(logical=False) or num_visible)
 
 
 def _check_before_load(request: EndpointRequest, text: TextConfig) -> None:
