@@ -1,6 +1,6 @@
-// The one inner loop of all products: a few rows of broadcast pairs against a few panels of columns. Each instruction set's
-// file must define `fused`: sum + a * b, always in the same way. Compilers fuse the two in some loops and not in others (GCC
-// since 13), and then a row's result would depend on the rows beside it.
+// The one inner loop of all products: a few rows of broadcast pairs against a few panels of columns. Each instruction set
+// defines `fused`: sum + a * b, always in the same way. Compilers fuse the two in some loops and not in others (GCC since
+// 13), and then a row's result would depend on the rows beside it.
 
 constexpr int kVectors = kPanel / kLanes;  // vectors in a panel
 
