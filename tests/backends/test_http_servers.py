@@ -499,6 +499,24 @@ async def test_the_fast_server_gets_more_requests_than_the_slow_one() -> None:
     assert by_member[f"http://127.0.0.1:{fast}/v1"]["answers"] > 4 * by_member[f"http://127.0.0.1:{slow}/v1"]["answers"]
 
 
+async def test_a_slow_server_gets_none_of_the_last_requests_that_fast_ones_answer_sooner() -> None:
+    with hostile_server("--delay", "0.02") as (_, fast), hostile_server("--delay", "3") as (_, slow):
+        urls = [f"http://127.0.0.1:{port}" for port in (fast, slow)]
+        async with running(backend_of(*urls, first_inflight=4)) as backend:
+
+            async def answered(count: int) -> list[float]:
+                await asyncio.gather(*(backend.answer(chat(f"good {n}")) for n in range(count)))
+                return [gauges["answers"] for gauges in backend.stats().by_member.values()]
+
+            before = await answered(12)
+            assert before[1] >= 4, "a server whose speed is not known gets requests"
+            in_the_middle = await answered(12)
+            assert in_the_middle[1] > before[1], "the file may have many more requests"
+            backend.expect_no_more()
+            at_the_end = await answered(12)
+    assert at_the_end[1] == in_the_middle[1]
+
+
 async def test_a_cancelled_request_is_cancelled_at_the_server() -> None:
     connections: set[Script] = set()
     async with scripted(serving(b""), connections) as url, running(backend_of(url)) as backend:

@@ -330,6 +330,14 @@ class WithLanes(Protocol):
         at most. At least 1; may be called once the backend has started."""
 
 
+@runtime_checkable
+class WithSlowServers(Protocol):
+    """A backend that lets fast servers answer the last requests of a run, so that it does not wait for a slow one."""
+
+    def expect_no_more(self) -> None:
+        """All requests of the only run are in flight or wait here. Called once, at the end of a file."""
+
+
 RunningBackend = AbstractAsyncContextManager[Backend]
 """A backend that runs inside the block: `running(backend)`, or `nullcontext(backend)` for one that others also use."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
-from batchline.backends.base import Backend, RunningBackend, WithLanes
+from batchline.backends.base import Backend, RunningBackend, WithLanes, WithSlowServers
 from batchline.batch import source
 from batchline.batch.budget import Budget, spent_before
 from batchline.batch.bulk import BulkService, BulkWork
@@ -518,6 +518,7 @@ class BatchRun:
         are_suspects: bool = False,
         num_lanes: int = 1,
     ) -> None:
+        is_last = not are_suspects and self._capacity is None
         max_inflight = min(self._options.max_inflight or max(1, backend.concurrency()), MAX_INFLIGHT)
         capacity = self._capacity or Capacity(max_inflight)
         runner = Runner(
@@ -531,6 +532,7 @@ class BatchRun:
             budget=self._budget,
             num_lanes=num_lanes,
             problem_of=self._files.problem_of,
+            on_last=backend.expect_no_more if is_last and isinstance(backend, WithSlowServers) else lambda: None,
         )
         try:
             async with self._watch.reporting(backend, state.tally, in_flight):

@@ -73,8 +73,9 @@ class Runner:
         budget: Budget | None = None,
         num_lanes: int = 1,
         problem_of: ProblemOf | None = None,
+        on_last: Callable[[], None] = lambda: None,
     ) -> None:
-        """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
+        """on_last: called when the feeder has no more requests. share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
         feeder; each gets as many workers as the others. problem_of: as in `RunFiles`."""
         self._num_lanes = num_lanes
         self._feeder = feeder
@@ -85,6 +86,7 @@ class Runner:
         self._max_inflight = max_inflight
         self._budget = budget
         self._problem_of = problem_of
+        self._on_last = on_last
         self._taking = asyncio.Lock()
         self._lead_is_over = asyncio.Event()
         self._has_warned_of_usage = False
@@ -131,6 +133,7 @@ class Runner:
         while not stop.is_set():
             item = await self._take(lane)
             if item is None:
+                self._on_last()
                 break
             try:
                 if stop.is_set():

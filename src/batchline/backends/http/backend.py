@@ -140,6 +140,11 @@ class HttpBackend:
         limit = min(MAX_PER_SERVER * len(self._config.servers), MAX_IN_ALL)
         return limit if self._config.max_inflight is None else self._config.max_inflight
 
+    def expect_no_more(self) -> None:
+        """All requests of the only run are in flight or wait for a place."""
+        if self._pool is not None:
+            self._pool.is_ending = True
+
     async def check(self, request: EndpointRequest) -> None:
         """Find out whether a server may answer the path and the model. Raises: RequestError."""
         self._want(self._opened(), request)

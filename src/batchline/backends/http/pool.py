@@ -84,6 +84,9 @@ class ServerPool:
         self._suspect: Want | None = None
         self._is_paused = False
         self.last_answer_at = 0.0
+        self.is_ending = False
+        """Whether all requests of the only run are in flight or wait here."""
+
         self._loop = asyncio.get_running_loop()
         self._ticker: asyncio.Task[None] | None = None
         self._revivals: dict[Server, asyncio.Task[None]] = {}
@@ -174,7 +177,23 @@ class ServerPool:
     def _choose(self, want: Want) -> Server | None:
         if want.is_suspect and self._suspect is not None:
             return None
-        return self._balancer.choose(self._loop.time(), want.prefix, among=want.among, avoid=want.failed_at)
+        now = self._loop.time()
+        has_choice = len(want.among) > 1 and not want.failed_at
+        among = self._in_time(want.among, now) if self.is_ending and has_choice else want.among
+        return self._balancer.choose(now, want.prefix, among=among, avoid=want.failed_at)
+
+    def _in_time(self, among: Iterable[Server], now: float) -> list[Server]:
+        """The servers that may answer one more request before faster ones have answered all that wait."""
+        num_waiting = sum(map(len, self._lines.values()))
+        kept: list[Server] = []
+        per_s = 0.0
+        ready = (server for server in among if not server.is_dead and not server.is_resting(now))
+        for server in sorted(ready, key=lambda server: server.latency_s):
+            if per_s and server.latency_s > num_waiting / per_s + kept[-1].latency_s:
+                break
+            kept.append(server)
+            per_s += server.limit / server.latency_s if server.latency_s else 0.0
+        return kept
 
     def _over_limit(self, want: Want) -> Server | None:
         """A server for a request that does not wait: somebody does, so it goes beyond the limits of batch work."""
@@ -215,6 +234,7 @@ class ServerPool:
         now = self._loop.time()
         self.last_answer_at = now
         server.num_answers += 1
+        server.note_latency(latency_s)
         if server.rejections_in_a_row >= REJECTIONS_OF_ALL:
             server.concurrency.restart()
         server.rejections_in_a_row = 0

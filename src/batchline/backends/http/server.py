@@ -22,6 +22,9 @@ from batchline.openai_api.endpoint_table import is_batch_url
 
 PROBE_TIMEOUT_S = 10.0
 
+LATENCY_WEIGHT = 1 / 16
+"""What part of the mean latency an answer's own is."""
+
 _LISTS_NO_MODELS = frozenset({400, 404, 405, 410, 501})
 _KEY_REFUSED = frozenset({401, 403})
 _MAX_MODELS = 100_000
@@ -55,7 +58,7 @@ class Server(Member):
     models: what it lists; None if it may serve any model. was_reached: whether it could be asked; until then, `models`
     is None. wrong: why it gets no requests for the rest of the run. unavailable_since: when it began to answer nothing
     but refusals; None if its last request was answered. probing: the probe in progress. idle_since: when it last had
-    requests, or was probed.
+    requests, or was probed. latency_s: about how long its last answers took; 0 if there are none.
     """
 
     address: ServerAddress
@@ -68,11 +71,16 @@ class Server(Member):
     last_problem: str = ""
     probing: asyncio.Task[bool] | None = None
     idle_since: float = 0.0
+    latency_s: float = 0.0
     num_answers: int = 0
     num_rejections: int = 0
     num_failures: int = 0
     rejections_in_a_row: int = 0
     names: frozenset[str] = field(default_factory=frozenset)
+
+    def note_latency(self, latency_s: float) -> None:
+        """Remember how long an answer took."""
+        self.latency_s += (latency_s - self.latency_s) * (LATENCY_WEIGHT if self.latency_s else 1.0)
 
     def serves(self, model: str) -> bool:
         """Whether it may answer requests to a model."""
