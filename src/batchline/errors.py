@@ -13,8 +13,8 @@
     │   ├── UnknownPlugin           no parser or backend has this name
     │   ├── PluginLoadError         a plugin cannot be loaded
     │   └── StoreUnusable           the database of files and batches cannot be used
-    ├── RunInterrupted              stopped by a signal; the same command resumes it (exit code 130)
-    ├── RunFailed                   the run could not finish; the same command resumes it (exit code 1)
+    ├── RunInterrupted              stopped by a signal; the same run can be resumed (exit code 130)
+    ├── RunFailed                   the run could not finish; it can be resumed (exit code 1)
     │   └── InputChanged            a batch line changed after it was checked
     ├── ModelLoadError              a model folder or id cannot be loaded
     │   └── UnsupportedModel        this engine cannot run the model
@@ -216,12 +216,12 @@ class SavedResults:
             return f"The results of {self.num_done:,} of {self.num_requests:,} requests were in it and are lost."
         return (
             f"{self.num_done:,} of {self.num_requests:,} requests are done and saved. "
-            "Run the same command again to do the rest."
+            "Start the same run again to do the rest."
         )
 
 
 class RunInterrupted(BatchlineError):
-    """The run was stopped. Finished results are on disk, and the same command resumes it.
+    """The run was stopped. Finished results are on disk, and starting the same run again resumes it.
 
     saved: what is on disk; None if the run was stopped before anything was counted.
     """
@@ -232,11 +232,11 @@ class RunInterrupted(BatchlineError):
         self.saved: SavedResults | None = None
 
     def __str__(self) -> str:
-        return f"{self.reason} {self.saved or 'Run the same command again.'}"
+        return f"{self.reason} {self.saved or 'Start the same run again.'}"
 
 
 class RunFailed(BatchlineError):
-    """The run could not finish. Finished results are on disk, and the same command resumes it.
+    """The run could not finish. Finished results are on disk, and starting the same run again resumes it.
 
     saved: what is on disk, for a run that failed while requests ran.
     """
@@ -256,7 +256,7 @@ class InputChanged(RunFailed):
     def __init__(self, line_number: int) -> None:
         super().__init__(
             f"The input changed while it was being read: line {line_number} is not the one that was checked. Restore "
-            "the checked content and run the same command again to resume, or pass --no-resume to start over."
+            "the checked content and start the same run again to resume, or pass --no-resume to start over."
         )
         self.line_number = line_number
 
@@ -269,8 +269,8 @@ class DefaultModelUnknown(RunFailed):
 
     def __init__(self, problem: str, first: str) -> None:
         super().__init__(
-            f"Some requests name no model (the first: {first}), and the default model is not known: {problem}. Run the "
-            "same command again when all servers are ready, or name the model with --model."
+            f"Some requests name no model (the first: {first}), and the default model is not known: {problem}. Start "
+            "the same run again when all servers are ready, or name the model with --model."
         )
         self.problem = problem
 

@@ -293,7 +293,7 @@ def test_a_run_stops_before_it_costs_too_much(tmp_path: Path) -> None:
         refused = run(tmp_path, "--base-url", url_of(port), "--max-cost", "10")
     assert (stopped.returncode, ended.returncode, refused.returncode) == (1, 0, 2)
     assert "Stopped before the cost exceeds --max-cost" in stopped.stderr
-    assert stopped.stderr.count("Run the same command again to do the rest.") == 1
+    assert stopped.stderr.count("Start the same run again to do the rest.") == 1
     assert "Raise --max-cost to continue." in stopped.stderr, "the same command alone would stop at once"
     assert 0 < num_asked < 40, "an answer costs 2 cents"
     assert "Cost           $0.8120" in ended.stderr

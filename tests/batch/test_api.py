@@ -7,17 +7,27 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
 
 import batchline
-from batchline import Progress, RunSummary, run_batch
-from batchline.backends.base import EndpointRequest
+from batchline import Progress, RunSummary, run_batch, run_table
+from batchline.backends.base import EndpointRequest, ServedModel
 from batchline.batch.progress_bar import ProgressBar
-from batchline.errors import BackendUnavailable, NoModelServed, ResumeRefused, RunFailed, RunInterrupted, UsageError
+from batchline.errors import (
+    BackendUnavailable,
+    InputUnreadable,
+    NoModelServed,
+    ResumeRefused,
+    RunFailed,
+    RunInterrupted,
+    UsageError,
+)
 from batchline.testing import FakeBackend
 
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
@@ -100,6 +110,19 @@ def test_an_interrupt_stops_a_run_that_the_same_call_resumes(batch: Path, tmp_pa
     assert run_batch(batch, tmp_path / "out", backend=FakeBackend()).resumed == 1
 
 
+async def test_a_notebook_notices_an_interrupt_that_reaches_another_thread(batch: Path, tmp_path: Path) -> None:
+    """Bug: the main thread slept until the run was done. A signal just before it falls asleep had the same effect."""
+    told = asyncio.Event()
+
+    async def interrupt(_request: EndpointRequest) -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        await asyncio.wait_for(told.wait(), timeout=60)
+
+    backend = FakeBackend(before_answer=interrupt)
+    with pytest.raises(RunInterrupted):
+        run_batch(batch, tmp_path / "out", backend=backend, max_inflight=1, reporter=WarnedReporter(told.set))
+
+
 def test_an_interrupt_while_the_model_loads_tells_that_nothing_was_running(tmp_path: Path) -> None:
     """Bug: running requests were said to finish, and lines that are no requests to be "done and saved"."""
 
@@ -134,6 +157,46 @@ async def test_a_second_interrupt_in_a_notebook_cancels_what_runs(batch: Path, t
         run_batch(batch, tmp_path / "out", backend=backend, grace_period_s=600, reporter=reporter)
     assert cancelled.is_set()
     assert backend.is_closed
+
+
+def _shown_functions(error: BaseException) -> list[str]:
+    """The functions of the tracebacks that Python prints for an error, its causes included."""
+    shown = traceback.TracebackException.from_exception(error)
+    functions: list[str] = []
+    while shown is not None:
+        functions += [frame.name for frame in shown.stack]
+        shown = shown.__cause__ or (None if shown.__suppress_context__ else shown.__context__)
+    return functions
+
+
+def test_the_traceback_of_an_interrupted_run_does_not_show_the_inside_of_batchline(batch: Path, tmp_path: Path) -> None:
+    """Bug: "Interrupt" filled a notebook's cell with 147 lines."""
+
+    async def interrupt(_request: EndpointRequest) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
+
+    backend = FakeBackend(before_answer=interrupt)
+    with pytest.raises(RunInterrupted) as caught:
+        run_batch(batch, tmp_path / "out", backend=backend, max_inflight=1, grace_period_s=0)
+    assert _shown_functions(caught.value)[1:] == ["call"]
+
+
+def test_the_traceback_of_a_wrong_path_does_not_show_the_inside_of_batchline(tmp_path: Path) -> None:
+    for run_it in (run_batch, partial(run_table, prompt_column="text")):
+        with pytest.raises(InputUnreadable) as caught:
+            run_it(tmp_path / "missing.csv", tmp_path / "out.csv", backend=FakeBackend())
+        assert _shown_functions(caught.value)[1:] == ["call"]
+
+
+def test_an_error_that_nobody_raises_on_purpose_keeps_its_whole_traceback(batch: Path, tmp_path: Path) -> None:
+    class Failing(FakeBackend):
+        async def models(self) -> list[ServedModel]:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        run_batch(batch, tmp_path / "out", backend=Failing())
+    assert _shown_functions(caught.value)[-1] == "models"
 
 
 class Terminal(io.StringIO):

@@ -265,7 +265,7 @@ def test_a_request_that_ends_the_engine_for_good_is_answered_with_an_error_after
     texts = {**dict([*GOOD.items()][:7]), "poison": "poison"}
     batch = write_lines(tmp_path / "in", [chat_line(name, text) for name, text in texts.items()])
     for _ in range(3):
-        with pytest.raises(RunFailed, match="Run the same command again"):
+        with pytest.raises(RunFailed, match="Start the same run again"):
             run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine))
     assert run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine)).failed == 1
     results = read_lines(tmp_path / "out")
@@ -286,7 +286,7 @@ def test_a_request_that_ends_the_engine_is_given_up_while_another_run_of_the_pro
     other.mkdir()
     with watched(other):
         for _ in range(3):
-            with pytest.raises(RunFailed, match="Run the same command again"):
+            with pytest.raises(RunFailed, match="Start the same run again"):
                 run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine))
         assert run_file(batch, tmp_path / "out", backend=FakeBackend(before_answer=end_the_engine)).failed == 1
     assert read_lines(tmp_path / "out")[0]["response"]["body"]["error"]["code"] == "process_crashed"

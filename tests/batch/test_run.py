@@ -434,7 +434,7 @@ def test_a_dead_engine_ends_the_run_and_the_same_command_finishes_it(
     with pytest.raises(RunFailed) as caught:
         run_file(batch, tmp_path / "out", backend=dying_after(8, error), max_inflight=3)
     assert str(error) in str(caught.value)
-    assert "8 of 20 requests are done and saved. Run the same command again" in str(caught.value)
+    assert "8 of 20 requests are done and saved. Start the same run again" in str(caught.value)
     assert not (tmp_path / "out").exists()
     backend = FakeBackend()
     summary = run_file(batch, tmp_path / "out", backend=backend)
@@ -602,7 +602,7 @@ def test_a_stop_while_the_model_loads_ends_the_loading(batch: Path, tmp_path: Pa
             await asyncio.Event().wait()
 
     backend = SlowBackend()
-    with pytest.raises(RunInterrupted, match=r"^Interrupted\. 0 of 20 .* Run the same command again"):
+    with pytest.raises(RunInterrupted, match=r"^Interrupted\. 0 of 20 .* Start the same run again"):
         run_file(batch, tmp_path / "out", backend=backend, stop=stop)
     assert backend.is_closed
 
@@ -612,7 +612,7 @@ def test_a_stop_before_anything_was_counted_says_how_to_go_on(batch: Path, tmp_p
     stop.set()
     os.mkfifo(tmp_path / "pipe")
     writer = os.open(tmp_path / "pipe", os.O_RDWR)
-    with pytest.raises(RunInterrupted, match=r"^Interrupted\. Run the same command again\.$"):
+    with pytest.raises(RunInterrupted, match=r"^Interrupted\. Start the same run again\.$"):
         run_file(tmp_path / "pipe", tmp_path / "out", stop=stop)
     os.close(writer)
 

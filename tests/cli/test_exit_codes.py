@@ -242,7 +242,7 @@ def test_a_run_that_cannot_finish_ends_with_1_and_says_how_to_go_on(
     ended = command(*run_args(good, tmp_path / "out"))
     assert ended.code == 1
     assert str(error) in ended.err
-    assert "0 of 3 requests are done and saved. Run the same command again to do the rest." in ended.err
+    assert "0 of 3 requests are done and saved. Start the same run again to do the rest." in ended.err
 
 
 def test_results_can_go_to_standard_output_and_come_from_standard_input(

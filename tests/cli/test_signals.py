@@ -58,7 +58,7 @@ def test_a_signal_saves_what_is_done_and_ends_with_130(tmp_path: Path, number: s
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Stopping: running requests may finish" in err
-    assert "Interrupted. 4 of 10 requests are done and saved. Run the same command again to do the rest." in err
+    assert "Interrupted. 4 of 10 requests are done and saved. Start the same run again to do the rest." in err
     _, err = start(10, tmp_path).communicate(timeout=60)
     assert "Resuming: 4 of 10 requests are already done" in err
     assert len((tmp_path / "out").read_bytes().splitlines()) == 10

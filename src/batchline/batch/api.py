@@ -6,12 +6,12 @@ import asyncio
 import gc
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from batchline.backends.base import Backend, ServedModel, WatchedIdentity, running
 from batchline.backends.identity import refuse_missing_folder
@@ -31,14 +31,45 @@ from batchline.batch.stopping import Stopper, stop_on_signals
 from batchline.batch.summary import RunSummary
 from batchline.checkpoints.digests import OnRead
 from batchline.config import EngineConfig, ModelConfig
-from batchline.errors import UsageError
+from batchline.errors import BatchlineError, PluginLoadError, RunInterrupted, UsageError
 from batchline.openai_api.endpoint_table import endpoints_of
 from batchline.user_state import user_state_dir
 
 if TYPE_CHECKING:
     from batchline.backends.http.config import HttpConfig
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
+_SIGNAL_CHECK_S = 0.5
+
+
+def short_tracebacks(function: Callable[P, T]) -> Callable[P, T]:
+    """The same function, whose tracebacks do not show the inside of Batchline for errors that say what to do.
+
+    An interrupted run or a wrong path filled a notebook's cell with over a hundred lines. Errors that nobody raises on
+    purpose keep their whole traceback.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            raise error.with_traceback(None) from None
+        except BatchlineError as error:
+            raise error.with_traceback(None) from _cause_to_show(error)
+
+    return call
+
+
+def _cause_to_show(error: BatchlineError) -> BaseException | None:
+    """None if the message says everything. A plugin's traceback leads its author to the line."""
+    is_explained = isinstance(error, UsageError | RunInterrupted) and not isinstance(error, PluginLoadError)
+    return None if is_explained else error.__cause__
+
+
+@short_tracebacks
 def run_batch(
     input_file: str | os.PathLike[str],
     output_file: str | os.PathLike[str],
@@ -97,7 +128,7 @@ def run_batch(
     instead of the bar, whatever `show_progress` says. The other arguments are those of `RunOptions`.
 
     Ctrl-C, SIGTERM and interrupting a notebook stop the run: running requests may finish, and the same call resumes the
-    run. A second signal raises KeyboardInterrupt at once. Signals only work in the main thread.
+    run. A second interrupt raises KeyboardInterrupt at once. Signals only work in the main thread.
 
     Raises: UsageError (nothing was run), ModelLoadError, RunFailed and RunInterrupted (the same call resumes).
     """
@@ -315,7 +346,7 @@ def run_blocking(
         with ThreadPoolExecutor(1) as pool:
             result = pool.submit(run_to_the_end)
             try:
-                return result.result()
+                return _interruptible_result(result)
             except KeyboardInterrupt:
                 stopper.cancel()
                 raise
@@ -333,6 +364,14 @@ def _forwarding() -> Iterator[Callable[[], asyncio.AbstractEventLoop] | None]:
         yield new_loop
     finally:
         gc.unfreeze()
+
+
+def _interruptible_result(future: Future[T]) -> T:
+    """Waits in short steps: a signal that arrives just before the thread sleeps, or at another thread, does not wake
+    it, and Python calls handlers only when this thread is awake."""
+    while not wait([future], timeout=_SIGNAL_CHECK_S).done:
+        pass
+    return future.result()
 
 
 def _is_in_event_loop() -> bool:

@@ -108,7 +108,7 @@ class FinishedRuns:
         except OSError as exc:
             reporter.warn(
                 f"Cannot record in {self._options.state_dir} that this run is finished: {exc.strerror or exc}. The "
-                "same command will compute it again. --state-dir sets another folder."
+                "same run will be computed again. --state-dir sets another folder."
             )
 
     def _read(self) -> FinishedRun | None:

@@ -77,7 +77,7 @@ async def upload_file(path: Path, location: Location, retry: RetryPolicy | None 
     if reason is not None:
         raise RunFailed(
             f"The upload to {location.display} failed: {reason}\n"
-            f"The results are complete in {str(path)!r}. Run the same command again, or send them with:\n"
+            f"The results are complete in {str(path)!r}. Start the same run again, or send them with:\n"
             f"  batchline upload {shlex.quote(str(path))} '<URL>'"
         )
 

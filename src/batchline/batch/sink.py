@@ -73,7 +73,7 @@ async def deliver_results(
                     late.discard()
                 raise RunFailed(
                     f"{target.display} was written by another program during the run, and --no-overwrite does not "
-                    "replace it. All results are saved: move it away and run the same command again."
+                    "replace it. All results are saved: move it away and start the same run again."
                 )
             await _note_if_kept(target, state, replace(note, kind="delivering"))
         await unless_stopped(_commit(target), stop.shutdown, options.grace_period_s)
@@ -133,7 +133,7 @@ def write_results(
                     raise RunInterrupted("Interrupted while writing the output.")
     except OSError as exc:
         reason = exc.strerror or str(exc)
-        kept = "All results are saved; fix the problem and run the same command again."
+        kept = "All results are saved; fix the problem and start the same run again."
         lost = "The journal with all results is gone; its folder may have been removed."
         raise RunFailed(
             f"Cannot write the results for {output.display}: {reason}. {kept if journal.is_in_place() else lost}"

@@ -27,7 +27,7 @@ from batchline.errors import BatchlineError, InputUnreadable, LineError, RunFail
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 _POLL_S = 0.2
-_CHANGED = "it changed while it was being read; run the same command again."
+_CHANGED = "it changed while it was being read; start the same run again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def input_failure(location: str, exc: OSError) -> BatchlineError:
     """What to raise for an error while an input is read. location: as messages show it.
 
     Reading an input also writes files: staged copies, indexes, keys. If that fails because the disk is full, the input
-    is fine, and the same command will work once there is space.
+    is fine, and the same run will work once there is space.
     """
     reason = exc.strerror or str(exc)
     if _is_disk_full(exc):

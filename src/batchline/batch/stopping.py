@@ -24,7 +24,7 @@ _UNRUN: Mapping[EndReason, str] = {
 }
 END_REASONS = frozenset(_UNRUN)
 
-STOPPING = "Stopping: running requests may finish, and no new ones start. A second signal stops at once."
+STOPPING = "Stopping: running requests may finish, and no new ones start. A second interrupt stops at once."
 STOPPING_IDLE = "Stopping: no request was running."
 STOPPING_LOADING = "Stopping while the model loads: no request was running."
 

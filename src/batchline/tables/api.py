@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from batchline.batch.api import run_batch, run_files
+from batchline.batch.api import run_batch, run_files, short_tracebacks
 from batchline.errors import UsageError
 from batchline.tables.answers import ColumnNames
 from batchline.tables.formats import TableFormat, require_extra
@@ -20,6 +20,7 @@ from batchline.tables.run_files import TableOptions, table_files
 from batchline.text.chat_template import read_template
 
 
+@short_tracebacks
 def run_table(
     table: Any,
     output_file: str | os.PathLike[str] | None = None,

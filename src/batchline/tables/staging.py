@@ -105,7 +105,7 @@ class TableInput:
         if self.table.digest() != self._digest:
             raise RunFailed(
                 f"The table {self.location.display} has changed during the run, so that its rows may not fit their "
-                f"answers. {_SAVED} Restore it and run the same command again, or pass --no-resume to start over."
+                f"answers. {_SAVED} Restore it and start the same run again, or pass --no-resume to start over."
             )
 
     @contextmanager
