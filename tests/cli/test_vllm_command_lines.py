@@ -308,6 +308,7 @@ REFUSED = [
     ("--max-model-lan 5", "No such option: --max-model-lan. Did you mean --max-model-len?"),
     ("-z", "No such option: -z."),
     ("two three", "Unexpected arguments: 'two three'"),
+    ("/ /", "Unexpected arguments: '/ /'. For several models, write --model before each of them."),
 ]
 
 

@@ -12,6 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -77,7 +78,7 @@ class CheckedCommand(GroupedCommand):
         failures = _process(ctx, parameters, given, rest, order)
         problems = [*reader.problems, *reader.translation.refusals, *map(_text_of, failures)]
         if rest and not reader.problems:
-            problems.append(f"Unexpected arguments: {' '.join(rest)!r}.")
+            problems.append(f"Unexpected arguments: {' '.join(rest)!r}.{self._advice(rest)}")
         if problems:
             raise UsageError(f"{listed(problems)}\nTry '{ctx.command_path} --help' for help.")
         configure(ctx.params.get("log_format", "text"), quiet=ctx.params.get("quiet", False))
@@ -85,11 +86,19 @@ class CheckedCommand(GroupedCommand):
         ctx.args = []
         return []
 
+    def _advice(self, _unexpected: Sequence[str]) -> str:
+        """What to write instead of arguments that the command does not take."""
+        return ""
+
 
 class ModelCommand(CheckedCommand):
     """A command that loads models, and takes the options of vLLM's commands."""
 
     vllm_options = VLLM_OPTIONS
+
+    def _advice(self, unexpected: Sequence[str]) -> str:
+        are_models = all(Path(word).is_dir() for word in unexpected)
+        return " For several models, write --model before each of them." if are_models else ""
 
 
 def _options_of_others(ctx: Any) -> dict[str, str]:
