@@ -95,6 +95,13 @@ def test_rules_have_the_names_that_the_request_gave_them() -> None:
     assert error.message == 'field: invalid grammar: no "one-Two", "one-Two" or "other"'
 
 
+def test_a_grammar_that_takes_the_engine_too_long_is_not_answered_with_settings_of_the_engine() -> None:
+    """Bug: the message named `limits.initial_lexer_fuel`, which no request and no option can change."""
+    reason = "lexer precomputation failed; either increase limits.initial_lexer_fuel or disable limits.precompute"
+    error = grammar_error(constraint("grammar", "start: A\nA: /(a|aa)*/"), reason)
+    assert error.message == "field: invalid grammar: it is too complex"
+
+
 def test_blank_lines_before_a_rule_are_read_once() -> None:
     """Bug: at each blank line of a wrong grammar, all blank lines behind it were read; 20,000 of them took 8 seconds.
 

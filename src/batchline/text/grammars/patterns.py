@@ -108,6 +108,7 @@ _PLAIN_WORDS = {
         "it is nested too deeply"
     ),
     r"Rule '.*' already exists": "the names of two rules differ only in case, hyphens and underscores",
+    r"lexer precomputation failed; .*": "it is too complex",
     r"^lexer error$": "no word of a grammar begins here",
     r"\bf64\b": "a number",
     r"\b(Parser|Lexer) Error: ": "",
