@@ -108,7 +108,7 @@ async def test_its_greedy_answers_are_those_of_the_embedded_engine_also_after_a_
         first = descendants(os.getpid())
         os.kill(engine_core(first), signal.SIGSTOP)  # so that no answer is ready before it is killed
         asked = [asyncio.create_task(backend.answer(chat(text, **long))) for text in TEXTS]
-        life = backend._balancer.members[0].replica.current
+        life = backend._balancer.members[0].current
         assert life is not None
         for _ in range(3):  # vLLM's server answers this itself, after it has read the requests that came before
             assert await life.peer.status("/v1/models", 300) == 200

@@ -335,7 +335,7 @@ class WithSlowServers(Protocol):
     """A backend that lets fast servers answer the last requests of a run, so that it does not wait for a slow one."""
 
     def expect_no_more(self) -> None:
-        """All requests of the only run are in flight or wait here. Called once, at the end of a file."""
+        """All requests of the only run are in flight or wait here. Called at the end of a file, perhaps repeatedly."""
 
 
 RunningBackend = AbstractAsyncContextManager[Backend]

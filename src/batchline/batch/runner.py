@@ -75,8 +75,9 @@ class Runner:
         problem_of: ProblemOf | None = None,
         on_last: Callable[[], None] = lambda: None,
     ) -> None:
-        """on_last: called when the feeder has no more requests. share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
-        feeder; each gets as many workers as the others. problem_of: as in `RunFiles`."""
+        """share: of the backend's capacity; closed by `run`. max_inflight: of this run's requests. num_lanes: of the
+        feeder; each gets as many workers as the others. problem_of: as in `RunFiles`. on_last: called when the feeder
+        has no more requests, and perhaps again."""
         self._num_lanes = num_lanes
         self._feeder = feeder
         self._share = share

@@ -1,9 +1,9 @@
 """How many requests one server should have in flight, found out while a run goes on.
 
 Pure logic, without a clock of its own. The limit doubles while that raises the throughput, and returns to what was
-enough when it does not. After that, it tries a somewhat higher limit now and then, and at once when the server has become
-faster. When the server is overloaded (429, 503, a time-out), the limit is lowered by a third, at most once for the
-requests that were in flight together.
+enough when it does not. After that, it tries a somewhat higher limit now and then, and at once when the server has
+become faster. When the server is overloaded (429, 503, a time-out), the limit is lowered by a third, at most once for
+the requests that were in flight together.
 
 Throughput is compared between windows: the time in which as many requests end as the limit allows in flight, or a few
 times as many once the limit has settled. A window only counts if the limit was reached at its end.
