@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from batchline.backends.base import EndpointRequest
@@ -99,6 +99,6 @@ def ready_request(item: WorkItem, reader: LineReader, *, keeps_raw: bool) -> Rea
     raw, span = reader.read(item.position)
     line = reader.parsed(raw)
     copies = ((position, reader.batch_line(position)[0].custom_id) for position in item.copies)
-    request = line.request(lines.new_id(), lines.raw_body(raw, line.body) if keeps_raw else None)
-    request = replace(request, num_bytes=span.length)
+    raw_body = lines.raw_body(raw, line.body) if keeps_raw else None
+    request = line.request(lines.new_id(), raw_body, span.length)
     return ReadyRequest(request, span.length, ((item.position, line.custom_id), *copies))

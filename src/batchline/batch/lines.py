@@ -48,10 +48,16 @@ class BatchLine:
         """The model that the body names."""
         return str(self.body["model"])
 
-    def request(self, request_id: str, raw_body: bytes | None = None) -> EndpointRequest:
-        """The request a backend answers. raw_body: the body as it was written, see `raw_body`."""
+    def request(self, request_id: str, raw_body: bytes | None = None, num_bytes: int = 0) -> EndpointRequest:
+        """The request a backend answers. raw_body: the body as it was written, see `raw_body`. num_bytes: of the line,
+        if it is known."""
         return EndpointRequest(
-            url=self.url, body=self.body, request_id=request_id, priority=BATCH_PRIORITY, raw_body=raw_body
+            url=self.url,
+            body=self.body,
+            request_id=request_id,
+            priority=BATCH_PRIORITY,
+            raw_body=raw_body,
+            num_bytes=num_bytes,
         )
 
 

@@ -581,7 +581,9 @@ def _without_suspects(plan: Plan, state: RunState, reader: LineReader, backend: 
     """What is left to run, without the suspects, which have run before."""
     suspects = state.suspects
     if num_lanes == 1:
-        items = (item for item in plan.items(state.done) if not suspects.weight(item.position))
+        items = plan.items(state.done)
+        if suspects:
+            items = (item for item in items if not suspects.weight(item.position))
         return Feeder(items, reader, keeps_raw=backend.wants_raw_bodies)
     lanes = Lanes(plan, state.done, num_lanes, lambda item: bool(suspects.weight(item.position)))
     return LaneFeeder(lanes, num_lanes, reader, keeps_raw=backend.wants_raw_bodies)
