@@ -6,6 +6,7 @@ Tiny models run several times faster on one thread, and no test may reach for th
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,6 +60,42 @@ def _beside_samples(items: list[pytest.Item]) -> Iterator[pytest.Item]:
             if seen[test] % mark.args[0]:
                 yield item
             seen[test] += 1
+
+
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage while tests are collected."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what has been collected and imported, a million objects, from collections of garbage.
+
+    Each model that a test unloads and each server that it starts causes some, and a visit to all objects takes half a
+    second. The engine and the server freeze and unfreeze objects for the whole process; that would include these again.
+    """
+    gc.collect()
+    FREEZE()
+    _set_freezing(lambda: None, lambda: None)
+
+
+def _set_freezing(freeze: Callable[[], None], unfreeze: Callable[[], None]) -> None:
+    gc.freeze, gc.unfreeze = freeze, unfreeze
+
+
+@pytest.fixture
+def freezing() -> Iterator[None]:
+    """The engine's calls of `gc.freeze` and `gc.unfreeze` have their effect."""
+    _set_freezing(FREEZE, UNFREEZE)
+    yield
+    pytest_collection_finish()
 
 
 @pytest.fixture(scope="session")

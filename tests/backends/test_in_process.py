@@ -371,7 +371,9 @@ async def test_invocations_are_answered_by_the_endpoint_that_the_model_has() -> 
     assert kinds == ["embedding", "embedding", "probs"]
 
 
-async def test_a_model_that_makes_room_for_another_leaves_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_makes_room_for_another_leaves_the_memory(
+    monkeypatch: pytest.MonkeyPatch, freezing: None
+) -> None:
     monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: 0)
     modules = weakref.WeakSet[Any]()
     monkeypatch.setattr(
@@ -407,7 +409,7 @@ async def until_left(modules: weakref.WeakSet[Any], count: int) -> None:
 
 
 async def test_garbage_is_collected_while_a_second_model_loads_beside_one_that_serves(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, freezing: None
 ) -> None:
     """What requests to the first model left behind was not collected meanwhile, and then frozen for good."""
     load, is_enabled, num_frozen = resident_models.load, list[bool](), list[int]()

@@ -114,7 +114,7 @@ def models(monkeypatch: pytest.MonkeyPatch) -> weakref.WeakSet[Any]:
 
 
 @pytest.fixture(autouse=True)
-def _free() -> Iterator[None]:
+def _free(freezing: None) -> Iterator[None]:
     """pytest keeps what is logged, and with it what the failed calls hold."""
     logging.disable(logging.CRITICAL)
     yield
