@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from media_families import (
     FAMILIES,
@@ -54,9 +55,15 @@ def engine(folder: Path, **media: Any) -> EngineConfig:
     return EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22), media=MediaConfig(**media))
 
 
-@pytest.fixture
-async def backend(folder: Path, tmp_path: Path) -> AsyncIterator[Any]:
-    async with running(InProcessBackend([engine(folder, allowed_local_path=str(tmp_path))])) as started:
+@pytest.fixture(scope="module")
+def readable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder whose files requests may name."""
+    return tmp_path_factory.mktemp("readable")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(folder: Path, readable: Path) -> AsyncIterator[Any]:
+    async with running(InProcessBackend([engine(folder, allowed_local_path=str(readable))])) as started:
         yield started
 
 
@@ -96,6 +103,7 @@ def greedy(*parts: Any) -> dict[str, Any]:
     return {"messages": message(*parts), "max_tokens": MAX_TOKENS, **settings}
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_answers_equal_those_of_the_models_own_processor_and_generate(folder: Path, backend: Any) -> None:
     recordings = [recorded(1), recorded(2, 0.9)]
     items = []
@@ -114,12 +122,13 @@ async def test_answers_equal_those_of_the_models_own_processor_and_generate(fold
     assert body["usage"]["prompt_tokens"] == len(expected_prompt)
 
 
-async def test_an_equal_recording_in_another_request_is_taken_from_the_cache(backend: Any, tmp_path: Path) -> None:
-    (tmp_path / "one.wav").write_bytes(recorded(7))
+@pytest.mark.asyncio(loop_scope="module")
+async def test_an_equal_recording_in_another_request_is_taken_from_the_cache(backend: Any, readable: Path) -> None:
+    (readable / "one.wav").write_bytes(recorded(7))
     text = {"type": "text", "text": "A long description of this recording, please: "}
     parts = [
         input_audio(recorded(7)),
-        {"type": "audio_url", "audio_url": f"file://{tmp_path}/one.wav"},
+        {"type": "audio_url", "audio_url": f"file://{readable}/one.wav"},
         input_audio(recorded(8)),
     ]
     cached = []
@@ -130,6 +139,7 @@ async def test_an_equal_recording_in_another_request_is_taken_from_the_cache(bac
     assert cached[1] > cached[2] >= 32
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_every_path_that_counts_tokens_counts_those_of_recordings(backend: Any) -> None:
     parts = [{"type": "text", "text": "What?"}, input_audio(recorded(1))]
     _, chat = await answer(backend, CHAT, messages=message(*parts), max_tokens=1)
@@ -142,6 +152,7 @@ async def test_every_path_that_counts_tokens_counts_those_of_recordings(backend:
     assert expected > without["count"] + 10
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_recording_at_another_rate_is_resampled(backend: Any) -> None:
     _, at_16 = await answer(backend, CHAT, **greedy(input_audio(recorded(1, 0.5, 16_000))))
     status, at_48 = await answer(backend, CHAT, **greedy(input_audio(recorded(1, 0.5, 48_000))))
@@ -166,6 +177,7 @@ async def test_a_recording_at_another_rate_is_resampled(backend: Any) -> None:
         ({"type": "image_url", "image_url": "https://example.com/a.png"}, 400, "which takes text"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_the_model_cannot_hear_is_refused(backend: Any, part: Any, status: int, reason: str) -> None:
     found, body = await answer(backend, CHAT, **greedy(part))
     assert (found, body["error"]["param"]) == (status, "messages[0].content[0]")
@@ -175,11 +187,13 @@ async def test_what_the_model_cannot_hear_is_refused(backend: Any, part: Any, st
         assert body["error"]["message"].endswith("audio_url, input_audio")
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_tenth_of_a_second_is_enough(backend: Any) -> None:
     status, body = await answer(backend, CHAT, **greedy(input_audio(recorded(1, ENOUGH_S))))
     assert status == 200, body
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_settings_of_images_are_refused(folder: Path, backend: Any) -> None:
     request = {**greedy(input_audio(recorded(1))), "mm_processor_kwargs": {"max_pixels": 100}}
     status, body = await answer(backend, CHAT, **request)

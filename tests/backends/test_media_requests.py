@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from media_families import make_media_model
 from PIL import Image
 
@@ -16,6 +17,8 @@ from batchline.backends.base import EndpointRequest, running
 from batchline.backends.in_process import InProcessBackend
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.errors import UnprocessableEntity
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PNG = (
     "iVBORw0KGgoAAAANSUhEUgAAACAAAAAgCAIAAAD8GO2jAAAAK0lEQVR4nO3NQQEAAATAQATRP4pYSvC7BdjldMdn9XoHAAAAAAAAAAAA"
@@ -42,11 +45,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_media_model("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.fixture
-async def backend(folder: Path) -> AsyncIterator[Any]:
+def engine(folder: Path) -> EngineConfig:
     config = ModelConfig(model=str(folder), served_names=("m",), dtype="float32", device="cpu")
-    engine = EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))
-    async with running(InProcessBackend([engine])) as started:
+    return EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def backend(folder: Path) -> AsyncIterator[Any]:
+    async with running(InProcessBackend([engine(folder)])) as started:
         yield started
 
 
@@ -104,7 +110,13 @@ def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_media_model("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl"))
 
 
-async def test_settings_of_the_image_processor_have_their_effect_on_every_path(qwen_folder: Path) -> None:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def qwen(qwen_folder: Path) -> AsyncIterator[Any]:
+    async with running(InProcessBackend([engine(qwen_folder)])) as started:
+        yield started
+
+
+async def test_settings_of_the_image_processor_have_their_effect_on_every_path(qwen: Any) -> None:
     """Bug: only chat completions took them; on the other paths they were refused, or ignored with a warning."""
     buffer = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(buffer, "png")
@@ -124,19 +136,17 @@ async def test_settings_of_the_image_processor_have_their_effect_on_every_path(q
         "/v1/rerank": {"query": {"content": [image]}, "documents": ["words"]},
     }
 
-    async def num_tokens(started: Any, url: str, **settings: Any) -> int:
-        _, body = await answer(started, url, **bodies[url], **settings)
+    async def num_tokens(url: str, **settings: Any) -> int:
+        _, body = await answer(qwen, url, **bodies[url], **settings)
         usage = body.get("usage", body)
         cached = usage.get("cache_read_input_tokens", 0)  # which Anthropic's API does not count as input
         return int(usage.get("prompt_tokens", usage.get("input_tokens", -1))) + int(cached)
 
-    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
-    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
-        for url in bodies:
-            plain = await num_tokens(started, url)
-            assert 0 < await num_tokens(started, url, mm_processor_kwargs={"max_pixels": 1024}) < plain, url
-            status, body = await answer(started, url, **bodies[url], mm_processor_kwargs={"max_pixels": 10**9})
-            assert (status, body["error"]["param"]) == (400, "mm_processor_kwargs.max_pixels"), url
+    for url in bodies:
+        plain = await num_tokens(url)
+        assert 0 < await num_tokens(url, mm_processor_kwargs={"max_pixels": 1024}) < plain, url
+        status, body = await answer(qwen, url, **bodies[url], mm_processor_kwargs={"max_pixels": 10**9})
+        assert (status, body["error"]["param"]) == (400, "mm_processor_kwargs.max_pixels"), url
 
 
 @pytest.mark.parametrize("url", ["/v1/embeddings", "/pooling"])
@@ -151,14 +161,12 @@ async def test_a_conversation_with_an_image_is_not_truncated(backend: Any, url: 
     ("url", "fields"), [("/v1/chat/completions", {"max_tokens": 1}), ("/v1/embeddings", {})], ids=["chat", "embeddings"]
 )
 async def test_images_that_nothing_sets_apart_are_refused_with_what_the_template_lacks(
-    qwen_folder: Path, url: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+    qwen: Any, url: str, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Bug: two images without markers around them were a 500, and the log had a traceback."""
     image = CHAT[0]["content"][1]
-    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
-    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
-        messages = [{"role": "user", "content": [image, image]}]
-        status, body = await answer(started, url, messages=messages, **fields)
+    messages = [{"role": "user", "content": [image, image]}]
+    status, body = await answer(qwen, url, messages=messages, **fields)
     assert status == 400, body
     assert "its chat template must write the model's own markers" in body["error"]["message"]
     assert "a request failed" not in caplog.text
@@ -180,15 +188,13 @@ def png_part(width: int, height: int) -> dict[str, Any]:
     ],
 )
 async def test_an_image_that_the_models_processor_refuses_is_named(
-    qwen_folder: Path, url: str, fields: str, param: str
+    qwen: Any, url: str, fields: str, param: str
 ) -> None:
     """Bug: the message did not tell which of several images the processor cannot use, and `param` was null."""
     good, bad = png_part(64, 64), png_part(2000, 3)
     body: dict[str, Any] = {"messages": [{"role": "user", "content": [good, bad]}]}
     if fields != "messages":
         body = {"text_1": "words", "text_2": [{"content": [good, bad]}]}
-    config = ModelConfig(model=str(qwen_folder), served_names=("m",), dtype="float32", device="cpu")
-    async with running(InProcessBackend([EngineConfig(model=config, cache=CacheConfig(num_bytes=2**22))])) as started:
-        status, answered = await answer(started, url, **body)
+    status, answered = await answer(qwen, url, **body)
     assert (status, answered["error"]["param"]) == (422, param)
     assert answered["error"]["message"].startswith(f"{param}: The model's processor cannot use this image of 2000 x 3")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from jinja2 import Template
 from media_families import Prompt, greedy_oracle, load_processor, make_media_model, own_processor, picture
 from tiny_videos import tiny_video
@@ -25,13 +26,15 @@ CHAT = "/v1/chat/completions"
 MAX_TOKENS = 6
 MAX_FRAMES = 8
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_media_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def backend(folder: Path) -> AsyncIterator[Any]:
     config = ModelConfig(model=str(folder), served_names=("m",), dtype="float32", device="cpu")
     media = MediaConfig(max_video_frames=MAX_FRAMES, max_video_s=5.0)
@@ -104,9 +107,15 @@ async def smol_backend(folder: Path, mode: SpecialTokensInContent = "allow") -> 
         yield started
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def smol(smol_folder: Path) -> AsyncIterator[Any]:
+    async with smol_backend(smol_folder) as started:
+        yield started
+
+
 @pytest.mark.parametrize("parts", ["vt", "tv", "ivtv"])
 async def test_videos_for_smolvlm_are_written_as_in_the_template_of_its_processor(
-    smol_folder: Path, parts: str
+    smol_folder: Path, smol: Any, parts: str
 ) -> None:
     """The template in the model's folder has no place for videos, so transformers takes another one for them."""
     clip = tiny_video()
@@ -121,21 +130,21 @@ async def test_videos_for_smolvlm_are_written_as_in_the_template_of_its_processo
     rendered = rendered.replace("<video>", "<image>").replace("<VIDEO>", "<video>")
     prompt = Prompt(rendered, tuple(items[part] for part in parts if part != "t"))
     ((expected_prompt, expected),) = greedy_oracle(smol_folder, [prompt], processor, MAX_TOKENS)
-    async with smol_backend(smol_folder) as backend:
-        status, body = await answer(backend, *(given[part] for part in parts))
+    status, body = await answer(smol, *(given[part] for part in parts))
     assert status == 200, body
     assert body["prompt_token_ids"] == expected_prompt
     assert body["choices"][0]["token_ids"] == expected
 
 
-async def test_a_user_who_writes_the_token_of_images_beside_a_video_does_not_take_its_place(smol_folder: Path) -> None:
+async def test_a_user_who_writes_the_token_of_images_beside_a_video_does_not_take_its_place(
+    smol_folder: Path, smol: Any
+) -> None:
     async with smol_backend(smol_folder, "escape") as backend:
         status, body = await answer(backend, text("Not this <image>: "), video_url(tiny_video()))
     assert status == 200, body
     image = own_processor(load_processor(smol_folder)).image_token_id
     assert body["prompt_token_ids"].count(image) == 4 * 4
-    async with smol_backend(smol_folder) as backend:
-        status, body = await answer(backend, text("Not this <image>: "), video_url(tiny_video()))
+    status, body = await answer(smol, text("Not this <image>: "), video_url(tiny_video()))
     assert status == 400
     assert body["error"]["message"] == "The prompt has 2 places for videos (<image>), but the request has 1 video"
 

@@ -13,6 +13,7 @@ from typing import Any
 import media_families
 import numpy as np
 import pytest
+import pytest_asyncio
 import torch
 from fake_pooling_models import FakeEmbedder, FakePairModel
 from media_families import FAMILIES, Prompt, load_processor, make_media_model, oracle_inputs, own_processor, picture
@@ -72,12 +73,13 @@ def embedder_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_media_model("llava", tmp_path_factory.mktemp("llava"))
 
 
-@pytest.fixture
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def embedder(embedder_folder: Path) -> AsyncIterator[InProcessBackend]:
     async with running(InProcessBackend([engine_of(embedder_folder, max_items={"image": 2})])) as backend:
         yield backend
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_scores_are_the_cosines_of_the_conversations_vectors(embedder: InProcessBackend) -> None:
     inputs: list[Any] = [[words("a red picture")], [words("see: "), image_part(1)], [image_part(2)]]
     vectors = []
@@ -94,6 +96,7 @@ async def test_scores_are_the_cosines_of_the_conversations_vectors(embedder: InP
     assert answer["usage"]["prompt_tokens"] == num_tokens
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_each_part_of_an_object_alone_is_an_input(embedder: InProcessBackend) -> None:
     """As in vLLM. A list of objects has one input for each object."""
     parts = [image_part(1), image_part(2), image_part(3)]
@@ -103,6 +106,7 @@ async def test_each_part_of_an_object_alone_is_an_input(embedder: InProcessBacke
     assert alone == pytest.approx(listed, abs=1e-5)
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_limits_of_a_prompt_count_the_images_of_one_input(embedder: InProcessBackend) -> None:
     parts = [image_part(1), image_part(2), image_part(3)]
     answer = await ask(embedder, "/v1/score", text_1="x", text_2=["y", {"content": parts}])
@@ -110,6 +114,7 @@ async def test_limits_of_a_prompt_count_the_images_of_one_input(embedder: InProc
     assert "at most 2 may be in one" in answer["error"]["message"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_documents_with_images_are_ranked_and_returned(embedder: InProcessBackend) -> None:
     parts = [image_part(1), image_part(2)]
     scores = await score_list(embedder, text_1="x", text_2={"content": parts})
@@ -127,6 +132,7 @@ async def test_documents_with_images_are_ranked_and_returned(embedder: InProcess
         ({"truncate_prompt_tokens": 12}, "truncate_prompt_tokens", "a prompt with images, recordings or videos cannot"),
     ],
 )
+@pytest.mark.asyncio(loop_scope="module")
 async def test_what_would_cut_an_image_is_refused(
     embedder: InProcessBackend, fields: dict[str, Any], param: str | None, reason: str
 ) -> None:
@@ -135,6 +141,7 @@ async def test_what_would_cut_an_image_is_refused(
     assert reason in answer["error"]["message"]
 
 
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_request_that_cuts_to_the_context_is_refused_by_the_name_of_its_field(
     embedder: InProcessBackend,
 ) -> None:

@@ -179,16 +179,16 @@ def test_a_line_of_a_transcription_has_the_seconds_of_its_recording(
     for fields in ({}, {"response_format": "text"}, {"stream": "true"}, {"language": "klingon"}):
         httpx.post(
             f"{server.url}/v1/audio/transcriptions",
-            data=fields,
-            files={"file": ("a.wav", wav(sound(4.2, 1)))},
+            data={"temperature": "0.1", **fields},
+            files={"file": ("a.wav", wav(sound(1.2, 1)))},
             headers={"X-Request-Id": "mine"},
             timeout=60,
         )
     server.stop()
     server.wait()
-    assert [record.__dict__["audio_s"] for record in records] == [4.2, 4.2, 4.2, None]
+    assert [record.__dict__["audio_s"] for record in records] == [1.2, 1.2, 1.2, None]
     line = r"127\.0\.0\.1:\d+ POST /v1/audio/transcriptions {} \d+\.\d{{3}} s{} id=mine"
-    patterns = [*[line.format(200, r" audio=4\.2s")] * 3, line.format(400, "")]
+    patterns = [*[line.format(200, r" audio=1\.2s")] * 3, line.format(400, "")]
     assert [bool(re.fullmatch(*pair)) for pair in zip(patterns, access_log.lines, strict=True)] == [True] * 4
 
 
