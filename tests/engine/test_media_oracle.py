@@ -46,13 +46,12 @@ both_kernels = pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
 
 @dataclass(frozen=True)
 class Case:
-    """A model, prompts for it, and their tokens and own greedy continuations."""
+    """A model and prompts for it."""
 
     family: str
     folder: Path
     processor: MediaProcessor
     prompts: list[Prompt]
-    expected: list[tuple[list[int], list[int]]]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -60,7 +59,13 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     folder = make_media_model(request.param, tmp_path_factory.mktemp(request.param))
     processor = load_processor(folder)
     prompts = make_prompts(processor.placeholders, NUM_PROMPTS, FAMILIES[request.param])
-    return Case(request.param, folder, processor, prompts, greedy_oracle(folder, prompts, processor, MAX_TOKENS))
+    return Case(request.param, folder, processor, prompts)
+
+
+@pytest.fixture(scope="module")
+def expected(case: Case) -> list[tuple[list[int], list[int]]]:
+    """The prompts' tokens and the model's own greedy continuations."""
+    return greedy_oracle(case.folder, case.prompts, case.processor, MAX_TOKENS)
 
 
 def small_engine(folder: Path, cpu_kernels: CpuKernels, num_tokens: int) -> Engine:
@@ -97,19 +102,21 @@ def run(engine: Engine, requests: list[GenerationRequest]) -> list[GenerationOut
 
 @both_kernels
 @pytest.mark.sample(3)
-def test_greedy_tokens_equal_those_of_generate(case: Case, cpu_kernels: CpuKernels) -> None:
+def test_greedy_tokens_equal_those_of_generate(
+    case: Case, expected: list[tuple[list[int], list[int]]], cpu_kernels: CpuKernels
+) -> None:
     requests = [
         generation_request(index, prompt, case.processor, MAX_TOKENS, priority=-(index % 5 == 0))
         for index, prompt in enumerate(case.prompts)
     ]
-    assert [list(request.prompt_token_ids) for request in requests] == [tokens for tokens, _ in case.expected]
-    longest = max(len(tokens) for tokens, _ in case.expected)
+    assert [list(request.prompt_token_ids) for request in requests] == [tokens for tokens, _ in expected]
+    longest = max(len(tokens) for tokens, _ in expected)
     engine = small_engine(case.folder, cpu_kernels, 2 * longest + 4 * BLOCK_SIZE)
     has_kernels = open_kernels(cpu_kernels) is not None
     assert (engine.loaded.kernels is not None) == has_kernels
     assert engine.loaded.execution.is_fused == (has_kernels and case.family not in NOT_FUSED)
     outputs = run(engine, requests)
-    assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in case.expected]
+    assert [list(output.token_ids) for output in outputs] == [tokens for _, tokens in expected]
     stats = engine.stats()
     assert stats.cached_tokens > 0 or case.family in SEES_WHOLE_PROMPT
     assert stats.preemptions > 0
