@@ -20,6 +20,7 @@ from batch_files import chat_line, contents, read_lines, write_lines
 from hostile_server import hostile_server
 
 from batchline import run_batch
+from batchline.cli.main import main
 from batchline.errors import UsageError
 
 NOBODY = "http://127.0.0.1:9/v1"
@@ -73,11 +74,16 @@ def test_a_run_takes_the_models_from_the_servers(tmp_path: Path) -> None:
         (["--model", "a", "--patience", "3", "--max-retries", "1"], 2, "--max-retries, --patience requires --base-url"),
     ],
 )
-def test_wrong_options_are_refused_and_nothing_is_run(tmp_path: Path, options: list[str], code: int, said: str) -> None:
+def test_wrong_options_are_refused_and_nothing_is_run(
+    tmp_path: Path, options: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     batch_of(tmp_path, ["a"])
-    ended = run(tmp_path, *options)
-    assert (ended.returncode, said in ended.stderr) == (code, True), ended.stderr
-    assert "secret" not in ended.stderr
+    _, _, _, *arguments = map(str, command(tmp_path, *options))
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    shown = capfd.readouterr().err
+    assert (ended.value.code, said in shown) == (code, True), shown
+    assert "secret" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -17,6 +17,8 @@ import orjson
 import pytest
 from engine_backends import COMMAND, processes_of, starts
 
+from batchline.cli.main import main
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the tests look for processes in /proc")
 
 LOADING = {"load_s": 600, "grandchildren": 2}
@@ -49,7 +51,15 @@ def begin(
     **settings: object,
 ) -> subprocess.Popen[str]:
     """A run in the background, of a request for each text."""
-    folder = record.parent
+    write_requests(record.parent / "in", texts)
+    command = [sys.executable, "-m", "batchline", *arguments(record.parent), *options]
+    environment = {**os.environ, **environment_of(record, switches)}
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **settings}
+    begun.append(subprocess.Popen(command, env=environment, text=True, **piped))  # type: ignore[call-overload]
+    return begun[-1]
+
+
+def write_requests(path: Path, texts: list[str]) -> None:
     lines = [
         {
             "custom_id": str(number),
@@ -59,18 +69,21 @@ def begin(
         }
         for number, text in enumerate(texts)
     ]
-    (folder / "in").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
-    command = [sys.executable, "-m", "batchline", "run-batch", "-i", str(folder / "in"), "-o", str(folder / "out")]
-    command += ["--engine", "vllm", "--engine-command", " ".join(COMMAND), "--model", "fake", *options]
-    environment = {**os.environ, "FAKE_ENGINE": json.dumps({"record": str(record), **(switches or {})})}
-    environment["OPENAI_API_KEY"] = "sk-of-somebody-else"
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL, **settings}
-    begun.append(subprocess.Popen(command, env=environment, text=True, **piped))  # type: ignore[call-overload]
-    return begun[-1]
+    path.write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
+
+
+def arguments(folder: Path) -> list[str]:
+    paths = ["-i", str(folder / "in"), "-o", str(folder / "out")]
+    return ["run-batch", *paths, "--engine", "vllm", "--engine-command", " ".join(COMMAND), "--model", "fake"]
+
+
+def environment_of(record: Path, switches: Mapping[str, object] | None = None) -> dict[str, str]:
+    engine = json.dumps({"record": str(record), **(switches or {})})
+    return {"FAKE_ENGINE": engine, "OPENAI_API_KEY": "sk-of-somebody-else"}
 
 
 def until(is_true: Callable[[], object]) -> None:
-    ends_at = time.monotonic() + 60
+    ends_at = time.monotonic() + 120
     while not is_true():
         assert time.monotonic() < ends_at
         time.sleep(0.02)
@@ -91,7 +104,7 @@ def test_a_run_ends_well_and_says_which_request_ended_the_engine(
     begun: list[subprocess.Popen[str]], record: Path
 ) -> None:
     process = begin(begun, record, ["a", "b", "die", "d"], switches={"grandchildren": 1})
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert results(record) == {"0": 200, "1": 200, "2": 500, "3": 200}
     assert "vLLM was ended by SIGKILL; it is started again" in shown
@@ -102,6 +115,7 @@ def test_a_run_ends_well_and_says_which_request_ended_the_engine(
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 @pytest.mark.parametrize("moment", ["starting", "loading", "running"])
+@pytest.mark.sample(5)
 def test_no_process_outlives_a_command_that_is_ended(
     moment: str, number: signal.Signals, begun: list[subprocess.Popen[str]], record: Path
 ) -> None:
@@ -126,14 +140,14 @@ def test_a_closed_terminal_ends_the_engine(begun: list[subprocess.Popen[str]], r
     ends = {"stdin": theirs, "stdout": theirs, "stderr": theirs, "start_new_session": True}
     previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup, it is ignored, also by the run
     try:
-        process = begin(begun, record, ["a"], switches=LOADING, **ends)
+        process = begin(begun, record, ["a"], "--grace-period", "0.5", switches=LOADING, **ends)
     finally:
         signal.signal(signal.SIGHUP, previous)
     os.close(theirs)
     until(lambda: len(engines_of(record)) == 3)
     os.close(ours)
     process.send_signal(signal.SIGHUP)
-    process.wait(timeout=60)
+    process.wait(timeout=120)
     until(lambda: not processes_of(record))
 
 
@@ -150,7 +164,7 @@ def test_ctrl_c_on_the_terminal_does_not_reach_the_engine(
         pass
     assert len(engines_of(record)) == 3
     go.touch()
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert results(record) == {"0": 200}
     assert not processes_of(record)
 
@@ -160,13 +174,13 @@ def test_a_failed_start_says_why_exits_with_1_and_the_same_command_goes_on(
 ) -> None:
     says = "ValueError: torch.cuda.OutOfMemoryError: CUDA out of memory."
     process = begin(begun, record, ["a", "b"], switches={"says": says, "exits": 1})
-    shown, _ = process.communicate(timeout=60)
+    shown, _ = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "vLLM ended with exit code 1 before it was ready. The model does not fit in memory" in shown
     [log] = [line.rpartition("Its log is ")[2] for line in shown.splitlines() if "Its log is" in line]
     assert says in Path(log).read_text()
     process = begin(begun, record, ["a", "b"])
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     assert process.returncode == 0
     assert results(record) == {"0": 200, "1": 200}
     assert sorted(path.name for path in record.parent.iterdir()) == ["in", "out", "record"], "the log is gone"
@@ -187,13 +201,21 @@ REFUSED = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
 def test_what_an_engine_cannot_do_is_refused_by_name(
-    options: list[str], message: str, begun: list[subprocess.Popen[str]], record: Path
+    options: list[str],
+    message: str,
+    record: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    process = begin(begun, record, ["a"], *options)
-    shown, _ = process.communicate(timeout=60)
-    assert process.returncode == 2
-    assert message in shown
-    assert "sk-secret" not in shown
+    write_requests(record.parent / "in", ["a"])
+    for name, value in environment_of(record).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments(record.parent), *options])
+    shown = capsys.readouterr()
+    assert ended.value.code == 2
+    assert message in shown.err
+    assert "sk-secret" not in shown.out + shown.err
     assert not starts(record)
 
 
@@ -205,5 +227,5 @@ def test_options_of_engines_need_an_engine(begun: list[subprocess.Popen[str]], r
 
 def test_a_server_refuses_what_its_engine_cannot_do() -> None:
     command = [sys.executable, "-m", "batchline", "serve", "m", "--engine", "vllm", "--max-batch-delay", "0.5"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, "have no effect: --max-batch-delay" in done.stderr) == (2, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from typing import Any
@@ -186,8 +187,8 @@ TOOLS = [
 async def test_demanded_calls_satisfy_the_tools_schemas(ask: Ask) -> None:
     schemas = {tool["function"]["name"]: tool["function"].get("parameters", {"type": "object"}) for tool in TOOLS}
     seen = set()
-    for seed in range(8):
-        answer = await ask(tools=TOOLS, tool_choice="required", seed=seed, max_tokens=500, logit_bias=CLOSING)
+    body = {"tools": TOOLS, "tool_choice": "required", "max_tokens": 500, "logit_bias": CLOSING}
+    for answer in await asyncio.gather(*(ask(**body, seed=seed) for seed in range(8))):
         (choice,) = answer.body["choices"]
         assert choice["finish_reason"] in ("tool_calls", "length")
         if choice["finish_reason"] == "tool_calls":
