@@ -116,7 +116,15 @@ MAKERS: dict[str, Callable[[], Backend]] = {
 }
 
 
-@pytest.fixture(scope="module", params=MAKERS.values(), ids=MAKERS)
+THOROUGH = {"embedded on Ray"}
+"""What others show: the fake on Ray, the embedded engine, and `test_ray.py`, where the engine runs in actors."""
+
+
+def maker(name: str) -> Any:
+    return pytest.param(MAKERS[name], id=name, marks=[pytest.mark.thorough] if name in THOROUGH else [])
+
+
+@pytest.fixture(scope="module", params=map(maker, MAKERS))
 def make(request: pytest.FixtureRequest) -> Callable[[], Backend]:
     if "Ray" in request.node.name:
         request.getfixturevalue("ray_cluster")
