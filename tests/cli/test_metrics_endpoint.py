@@ -20,7 +20,7 @@ def free_port() -> int:
 
 
 def get(port: int, path: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=10) as response:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=60) as response:
         text: str = response.read().decode()
         return text
 
@@ -72,7 +72,7 @@ def test_metrics_are_served_on_ipv6_too() -> None:
             pytest.skip("this machine has no IPv6")
         port = probe.getsockname()[1]
     with serve_metrics(SilentReporter(), "::1", port):
-        assert urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=10).read() == b""
+        assert urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=60).read() == b""
 
 
 def test_clients_that_stay_silent_take_a_bounded_number_of_threads() -> None:

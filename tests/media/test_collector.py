@@ -347,7 +347,7 @@ async def test_the_event_loop_goes_on_while_media_are_measured_and_decoded(monke
     def after_the_loop(name: str) -> None:
         has_run = threading.Event()
         loop.call_soon_threadsafe(has_run.set)
-        seen.append(name if has_run.wait(10) else f"{name} on the event loop")
+        seen.append(name if has_run.wait(60) else f"{name} on the event loop")
 
     for name in ("image_size", "decode_image"):
         real = getattr(images, name)

@@ -547,7 +547,7 @@ async def test_a_cancelled_fetch_closes_its_file_when_the_last_write_has_ended(
 
     def write_later(file: io.FileIO, _piece: bytes) -> None:
         loop.call_soon_threadsafe(has_begun.set)
-        may_go_on.wait(10)
+        may_go_on.wait(60)
         was_closed.append(file.closed)
 
     monkeypatch.setattr(folder_module, "_write", write_later)

@@ -52,7 +52,7 @@ class Gate:
 
     def __call__(self, sequences: Sequence[TokenSequence]) -> Rows:
         self.entered.set()
-        assert self.opened.wait(10)
+        assert self.opened.wait(60)
         self.batches.append([s.token_ids[0] for s in sequences])
         return sums(sequences)
 
