@@ -221,6 +221,20 @@ async def test_a_request_of_an_exclusive_share_runs_alone() -> None:
     assert [task.done() for task in alone] == [True, True]
 
 
+async def test_an_exclusive_share_that_asks_for_nothing_more_holds_nobody_back() -> None:
+    """Bug: the other run was left with a single request in flight."""
+    capacity = Capacity(3)
+    exclusive, other = capacity.share(is_exclusive=True), capacity.share()
+    waiting_for(exclusive, 1)
+    await turn()
+    waiting_for(other, 4)
+    await turn()
+    exclusive.give_back(1)
+    await turn()
+    await turn()
+    assert other.num_held == 3
+
+
 async def test_a_cancelled_wait_costs_no_place_and_blocks_nobody() -> None:
     capacity = Capacity(2, num_bytes=100)
     first, second = capacity.share(), capacity.share()

@@ -64,10 +64,10 @@ class Capacity:
         self._shares = [share for share in self._shares if not share.is_over]
         while not self._is_pausing and any(share.is_waiting() for share in self._shares):
             share = self._next([share for share in self._shares if share.is_waiting() or share.may_ask])
-            if not self._has_room(share):
-                return
             if not share.is_waiting():
                 self._pause(NUM_TURNS)
+                return
+            if not self._has_room(share):
                 return
             share.admit(self.next_grant())
 
@@ -145,8 +145,8 @@ class Share:
 
     @property
     def next_bytes(self) -> int:
-        """The length of the request that has waited longest; 0 if none waits."""
-        return self._waiting[0][0] if self._waiting else 0
+        """The length of the request that has waited longest."""
+        return self._waiting[0][0]
 
     @property
     def is_over(self) -> bool:

@@ -316,6 +316,7 @@ class ServerPool:
             server.probing = None
         if found.health is Health.READY:
             self._take_models(server, found)  # it may have been started again with another model
+            self._pump()  # requests that waited for other servers may go to it, or the other way round
             return True
         self.unreachable(server, found.reason, is_final=found.health is Health.WRONG)
         return False
