@@ -485,6 +485,33 @@ def test_failed_requests_are_run_again_by_a_new_batch(start: Callable[..., opena
         client.post(f"/batches/{over.id}/retry", cast_to=openai.types.Batch)
 
 
+def test_a_retry_of_a_batch_with_an_invalid_file_says_that_there_are_no_results(
+    start: Callable[..., openai.OpenAI],
+) -> None:
+    """Bug: it said that none of the requests had failed."""
+    client = start()
+    batch = until_over(client, create(client, upload(client, b"no JSON\n")).id)
+    with pytest.raises(openai.ConflictError, match="'failed', because it has no results; create a new batch"):
+        client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch)
+
+
+def test_a_body_is_not_ignored_where_the_path_says_everything(
+    serve: Serve, client_of: ClientOf, tmp_path: Path
+) -> None:
+    """Bug: a retry with a `completion_window` of its own ran with the window of the first batch, without a word."""
+    server = serve(FakeBackend(before_answer=fail_some), jobs=JobsOptions(state_dir=tmp_path / "state"), strict=True)
+    client = client_of(server)
+    batch = failed_batch(client)
+    upload_id = client.uploads.create(bytes=5, filename="a", mime_type="text/plain", purpose="batch").id
+    for path in (f"/batches/{batch.id}/retry", f"/batches/{batch.id}/cancel", f"/uploads/{upload_id}/cancel"):
+        with pytest.raises(openai.BadRequestError, match="'completion_window': unknown field"):
+            client.post(path, cast_to=object, body={"completion_window": "1h"})
+    with pytest.raises(openai.BadRequestError, match="must be a JSON object"):
+        client.post(f"/batches/{batch.id}/retry", cast_to=object, body=[])
+    assert len(list(client.batches.list())) == 1
+    assert client.post(f"/batches/{batch.id}/retry", cast_to=openai.types.Batch, body={}).retry_of == batch.id
+
+
 @pytest.mark.parametrize("kind", ["input", "error"])
 def test_a_retry_without_its_files_says_which_one_is_gone(start: Callable[..., openai.OpenAI], kind: str) -> None:
     """Bug: it was a 404, as if the batch did not exist."""

@@ -51,6 +51,7 @@ from batchline.openai_api.endpoint_table import ENDPOINTS, is_batch_url, path_he
 logger = logging.getLogger(__name__)
 
 NOTHING_FAILED = ", because none of its requests failed"
+NO_RESULTS = ", because it has no results; create a new batch"
 
 
 class Jobs(StoredFiles):
@@ -176,8 +177,11 @@ class Jobs(StoredFiles):
             if first is not None:
                 return first
         batch = await self.batch(batch_id, owner)
-        if batch.status in RUNNING or batch.error_file_id is None:
-            raise BatchStateConflict(batch_id, batch.status, "retry", "" if batch.status in RUNNING else NOTHING_FAILED)
+        if batch.status in RUNNING:
+            raise BatchStateConflict(batch_id, batch.status, "retry")
+        if batch.error_file_id is None:
+            why = NO_RESULTS if batch.status == "failed" else NOTHING_FAILED
+            raise BatchStateConflict(batch_id, batch.status, "retry", why)
         source = await self._file_to_retry(batch.input_file_id, owner, "input")
         errors = await self._file_to_retry(batch.error_file_id, owner, "error")
         file_id, content = self.arriving_file()

@@ -26,7 +26,7 @@ from batchline.openai_api.batches import (
 )
 from batchline.openai_api.parsing import account_for_fields, parse_body
 from batchline.server.api_keys import owner_of
-from batchline.server.json_body import JsonResponse, read_json_object
+from batchline.server.json_body import JsonResponse, read_json_object, read_optional_object
 from batchline.server.stored_content import content_response, range_of
 from batchline.server.upload_form import PIECE_BYTES, receive_form
 
@@ -180,7 +180,8 @@ class UploadsApi:
         return JsonResponse(upload_object(*completed))
 
     async def cancel(self, request: Request) -> Response:
-        """Drop an upload. Raises: NotFound, Conflict."""
+        """Drop an upload. Raises: BadRequest, NotFound, Conflict."""
+        await _account_for_body(request, strict=self._strict)
         upload = await self._jobs.cancel_upload(request.path_params["upload_id"], owner_of(request))
         return JsonResponse(upload_object(upload))
 
@@ -201,6 +202,7 @@ class BatchesApi:
 
     async def retry(self, request: Request) -> Response:
         """Run the failed requests of a batch again, as a new batch. Raises: BadRequest, NotFound, Conflict."""
+        await _account_for_body(request, strict=self._strict)
         batch_id = request.path_params["batch_id"]
         batch = await self._jobs.retry_batch(batch_id, owner_of(request), key=_key_of(request))
         return JsonResponse(batch_object(batch))
@@ -216,9 +218,15 @@ class BatchesApi:
         return JsonResponse(batch_object(await self._jobs.batch(request.path_params["batch_id"], owner_of(request))))
 
     async def cancel(self, request: Request) -> Response:
-        """Ask for the end of a batch. Raises: NotFound, BatchStateConflict."""
+        """Ask for the end of a batch. Raises: BadRequest, NotFound, BatchStateConflict."""
+        await _account_for_body(request, strict=self._strict)
         batch = await self._jobs.cancel_batch(request.path_params["batch_id"], owner_of(request))
         return JsonResponse(batch_object(batch))
+
+
+async def _account_for_body(request: Request, *, strict: bool) -> None:
+    """The path says all that is asked for, so every field of a body is an unknown one. Raises: BadRequest."""
+    account_for_fields(await read_optional_object(request, MAX_BODY_BYTES), (), strict=strict)
 
 
 def _key_of(request: Request) -> str | None:

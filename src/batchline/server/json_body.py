@@ -44,13 +44,32 @@ async def read_json_object(
 
     Raises: UnsupportedMediaType, PayloadTooLarge, BadRequest, ClientDisconnect.
     """
+    _require_json(request, takes_forms=takes_forms)
+    raw = await _read_whole(request, max_bytes)
+    return (_parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)), raw
+
+
+async def read_optional_object(request: Request, max_bytes: int) -> dict[str, Any]:
+    """As `read_json_object`, but a request without a body has an empty object, whatever its content type."""
+    raw = await _read_whole(request, max_bytes)
+    if not raw:
+        return {}
+    _require_json(request)
+    return _parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)
+
+
+def _require_json(request: Request, *, takes_forms: bool = False) -> None:
+    """Raises: UnsupportedMediaType, BadRequest."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         form = "a form (multipart/form-data) or " if takes_forms else ""
         raise UnsupportedMediaType(f"The body must be {form}JSON: send it with Content-Type: application/json")
     refuse_compressed(request)
-    raw = b"".join([part async for part in read_parts(request, max_bytes)]).removeprefix(codecs.BOM_UTF8)
-    return (_parsed(raw) if len(raw) <= SMALL_BODY else await asyncio.to_thread(_parsed, raw)), raw
+
+
+async def _read_whole(request: Request, max_bytes: int) -> bytes:
+    """The body without a byte-order mark. Raises: PayloadTooLarge, ClientDisconnect."""
+    return b"".join([part async for part in read_parts(request, max_bytes)]).removeprefix(codecs.BOM_UTF8)
 
 
 def _parsed(raw: bytes) -> dict[str, Any]:
