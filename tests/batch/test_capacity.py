@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import nullcontext
 from pathlib import Path
+from time import monotonic
 
 import pytest
 from batch_files import RecordingReporter, chat_line, contents, read_lines, write_lines
@@ -233,6 +234,21 @@ async def test_an_exclusive_share_that_asks_for_nothing_more_holds_nobody_back()
     await turn()
     await turn()
     assert other.num_held == 3
+
+
+async def test_a_run_of_a_process_that_was_stopped_begins_nothing_before_its_claim_is_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that woke after its lease began as many requests again as it had in flight."""
+    monkeypatch.setattr("batchline.batch.capacity.STALE_POLL_S", 0.01)
+    share = Capacity(3).share(Claim(good_until=monotonic() - 1))
+    other = Capacity(3).share(Claim(good_until=monotonic() - 1))
+    (good, lost) = (*waiting_for(share, 1), *waiting_for(other, 1))
+    await asyncio.sleep(0.05)
+    assert (good.done(), lost.done()) == (False, False)
+    share.claim.good_until = monotonic() + 60
+    other.close()
+    assert (await good, await lost) == (True, False)
 
 
 async def test_a_cancelled_wait_costs_no_place_and_blocks_nobody() -> None:

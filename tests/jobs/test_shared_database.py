@@ -198,6 +198,10 @@ async def test_a_worker_that_wakes_before_another_one_came_goes_on(tmp_path: Pat
             state.store.renew(state.store.batch(batch.id, "me"), 0.0)
             await jobs._worker._claim()
             assert state.store.batch(batch.id, "me").fence == 1
+            ((run, task),) = jobs._worker._running.values()
+            run.claim.good_until = 0.0  # it was stopped for long
+            await jobs._worker._renew(run, task, await jobs._worker._line_now())
+            assert run.claim.good_until > time.monotonic(), "the batch is still its own"
             may_answer.set()
             await asyncio.to_thread(wait_for, lambda: state.store.batches_over([batch.id]) == {batch.id})
     assert len(backend.requests) == 1

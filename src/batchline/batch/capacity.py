@@ -14,6 +14,7 @@ import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass
 from math import inf
+from time import monotonic
 
 MAX_INFLIGHT_BYTES = 256 * 1024 * 1024
 """Limit on the bytes of batch lines in flight, so that a file of images does not fill the memory. A single request may
@@ -28,15 +29,22 @@ NUM_TURNS = 3
 requests: one turn until its request runs, one until the next request is ready, and one in reserve."""
 
 
+STALE_POLL_S = 0.1
+
+
 @dataclass(slots=True)
 class Claim:
     """Whose run it is. due_at: when the run must end, by any clock, if it may miss that time; else None.
 
-    Mutable: that changes while a run lasts.
+    good_until: by `time.monotonic`, until when the run may begin requests without a new look at whether it is still
+    this process's. It only passes if the process was stopped.
+
+    Mutable: both change while a run lasts.
     """
 
     owner: str = ""
     due_at: float | None = None
+    good_until: float = inf
 
 
 class Capacity:
@@ -155,6 +163,8 @@ class Share:
 
     async def take(self, num_bytes: int) -> bool:
         """Wait for a place for a request. Returns whether it got one, which is False once the share is closed."""
+        while monotonic() > self.claim.good_until and not self._is_closed:  # noqa: ASYNC110 - rare, and soon over
+            await asyncio.sleep(STALE_POLL_S)
         if self._is_closed:
             return False
         self.may_ask = False

@@ -289,8 +289,10 @@ class Worker:
             if not batch.is_given_back and await self._was_lost(batch):
                 logger.warning("%s", exc)
                 task.cancel()
-        except Exception:  # the database may be away for a while
+                return
+        except Exception:  # the database may be away for a while, and then nobody else can take the batch
             log_failure(logger, "the lease of batch %s cannot be renewed", batch.record.id)
+        batch.claim.good_until = monotonic() + LEASE_S
 
     async def _was_lost(self, batch: BatchRun) -> bool:
         """Whether another worker has the batch, and it has not just ended here or been given back."""
