@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import orjson
 import pytest
 from hostile_server import MODELS, Script, chat_answer, hostile_server, reply, scripted
 
 from batchline.backends.base import BATCH_PRIORITY, Answer, EndpointRequest, running
-from batchline.backends.http import attempts, pool
+from batchline.backends.http import attempts, client, pool
 from batchline.backends.http.backend import HttpBackend
 from batchline.backends.http.client import HttpClient
 from batchline.backends.http.config import HttpConfig, server_address, server_addresses
@@ -517,6 +519,64 @@ async def test_a_slow_server_gets_none_of_the_last_requests_that_fast_ones_answe
     assert at_the_end[1] == in_the_middle[1]
 
 
+async def test_a_fast_server_that_hangs_does_not_keep_the_last_requests_from_a_slow_one() -> None:
+    hangs = False
+    with hostile_server("--delay", "0.2") as (_, slow):
+        async with scripted(serving(lambda: b"" if hangs else GOOD)) as fast:
+            urls = (fast, f"http://127.0.0.1:{slow}")
+            async with running(backend_of(*urls, first_inflight=4)) as backend:
+                await asyncio.gather(*(backend.answer(chat(f"good {n}")) for n in range(12)))
+                hangs = True
+                backend.expect_no_more()
+                asked = [asyncio.create_task(backend.answer(chat(f"good {n}"))) for n in range(30)]
+
+                def num_unanswered() -> int:
+                    return sum(not one.done() for one in asked)
+
+                try:
+                    async with asyncio.timeout(30):  # they would wait as long as the fast server hangs
+                        await until(lambda: num_unanswered() == backend.stats().by_member[fast]["in_flight"])
+                finally:
+                    for one in asked:
+                        one.cancel()
+                    await asyncio.gather(*asked, return_exceptions=True)
+
+
+async def test_an_address_of_a_host_that_leads_nowhere_does_not_make_the_server_unreachable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Half of the connections failed, and each failure counted as the server's death."""
+    monkeypatch.setattr(client, "ADDRESS_TIMEOUT_S", 0.1)
+    async with scripted(serving(GOOD)) as url, AsyncExitStack() as stack:
+        port = urlsplit(url).port
+        stack.enter_context(socket.create_server(("127.0.0.2", port or 0), backlog=0))
+        for _ in range(4):  # its queue is full: further connections are never made
+            filling = stack.enter_context(socket.socket())
+            filling.setblocking(False)
+            filling.connect_ex(("127.0.0.2", port))
+        loop = asyncio.get_running_loop()
+        tried: list[str] = []
+        connect = loop.create_connection
+
+        async def connecting(factory: Any, host: str, *given: Any, **options: Any) -> Any:
+            tried.append(host)
+            return await connect(factory, host, *given, **options)
+
+        async def addresses(*_: Any, **__: Any) -> Any:
+            return [(socket.AF_INET, 0, 0, "", (host, port)) for host in ("127.0.0.1", "127.0.0.2")]
+
+        monkeypatch.setattr(loop, "getaddrinfo", addresses)
+        monkeypatch.setattr(loop, "create_connection", connecting)
+        asking = HttpClient(server_address(f"http://model.invalid:{port}"), ReplyLimits(1 << 20, LargeBodies(1)))
+        stack.enter_context(closing(asking))
+        first = await asyncio.gather(*(asking.post(CHAT, b"{}", 10) for _ in range(4)))
+        assert "127.0.0.2" in tried
+        tried.clear()
+        later = await asyncio.gather(*(asking.post(CHAT, b"{}", 10) for _ in range(8)))
+        assert "127.0.0.2" not in tried, "it comes last while it is known to fail"
+        assert [one.status for one in (*first, *later)] == [200] * 12
+
+
 async def test_a_cancelled_request_is_cancelled_at_the_server() -> None:
     connections: set[Script] = set()
     async with scripted(serving(b""), connections) as url, running(backend_of(url)) as backend:
@@ -642,3 +702,11 @@ async def test_a_proxy_of_the_environment_is_used_unless_no_proxy_names_the_host
         monkeypatch.setenv("no_proxy", "model.invalid")
         with pytest.raises(BackendUnavailable, match=r"unknown host, 'model\.invalid'"):
             await backend_of("http://model.invalid/v1").models()
+
+
+async def test_a_proxy_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message blamed the server, which was there."""
+    monkeypatch.setenv("http_proxy", "http://ann:secret@127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "")
+    with pytest.raises(BackendUnavailable, match=r"through the proxy 127\.0\.0\.1:9 of the environment: Connection"):
+        await backend_of("http://model.invalid/v1").models()

@@ -34,6 +34,9 @@ CONNECT_TIMEOUT_S = 20.0
 MAX_IDLE_S = 30.0
 """A connection that was idle for longer is closed: the server, or a firewall on the way, may have forgotten it."""
 
+ADDRESS_TIMEOUT_S = 3.0
+"""How long to try one of several addresses before the next one: a host may have an IPv6 address that leads nowhere."""
+
 ADDRESS_LIFETIME_S = 30.0
 """How long the addresses of a host are remembered."""
 
@@ -66,6 +69,8 @@ class HttpClient:
         self._used: set[Connection] = set()
         self._addresses: list[str] = []
         self._addresses_until = 0.0
+        self._failed: set[str] = set()
+        """Those of the addresses to which there was no connection."""
         self._resolving = asyncio.Lock()
         self._is_closed = False
 
@@ -169,7 +174,7 @@ class HttpClient:
         except TimeoutError:
             raise ConnectFailed("cannot be reached: no connection in time") from None
         except (OSError, ssl.SSLError, UnicodeError) as exc:
-            raise _connect_failure(exc, self._host) from exc
+            raise _connect_failure(exc, self._host, self._proxy) from exc
         if not connection.is_open:
             raise ConnectFailed("cannot be reached: it closes the connection at once")
         return connection
@@ -178,26 +183,33 @@ class HttpClient:
         """Raises: OSError, ssl.SSLError."""
         host, port = (self._host, self._port) if self._proxy is None else (self._proxy.host, self._proxy.port)
         failure: OSError | None = None
-        for address in await self._resolved(host, port):
+        addresses = await self._resolved(host, port)
+        for address in addresses:
+            connecting = asyncio.get_running_loop().create_connection(
+                lambda: Connection(self._limits),
+                address,
+                port,
+                ssl=self._tls,
+                server_hostname=host if self._tls else None,
+            )
+            is_last = address == addresses[-1]
             try:
-                transport, connection = await asyncio.get_running_loop().create_connection(
-                    lambda: Connection(self._limits),
-                    address,
-                    port,
-                    ssl=self._tls,
-                    server_hostname=host if self._tls else None,
-                )
+                transport, connection = await asyncio.wait_for(connecting, None if is_last else ADDRESS_TIMEOUT_S)
             except ssl.SSLError:
                 raise
             except OSError as exc:
-                failure = failure or exc
+                is_own = isinstance(exc, TimeoutError) and not exc.errno
+                failure = failure or (OSError("no connection in time") if is_own else exc)
+                self._failed.add(address)
                 continue
+            self._failed.discard(address)
             _watch(transport)
             return connection
         raise failure or OSError("it has no address")
 
     async def _resolved(self, host: str, port: int) -> list[str]:
-        """The addresses of a host; each call begins with another one, so that all get connections."""
+        """The addresses of a host; each call begins with another one, so that all get connections. Those that have just
+        failed come last."""
         try:
             return [str(ip_address(host))]
         except ValueError:
@@ -208,8 +220,9 @@ class HttpClient:
                 found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
                 self._addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
                 self._addresses_until = loop.time() + ADDRESS_LIFETIME_S
+                self._failed.clear()
         self._addresses = [*self._addresses[1:], *self._addresses[:1]]
-        return self._addresses
+        return sorted(self._addresses, key=self._failed.__contains__)
 
     async def _connected_by_proxy(self) -> Connection:
         """A TLS connection through a tunnel of the proxy. Raises: OSError, ssl.SSLError, ExchangeFailed."""
@@ -305,8 +318,11 @@ def _watch(transport: asyncio.BaseTransport) -> None:
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _connect_failure(exc: Exception, host: str) -> ConnectFailed:
+def _connect_failure(exc: Exception, host: str, proxy: Proxy | None) -> ConnectFailed:
     """Why there is no connection. The text completes a sentence that begins with "the server"."""
+    unreachable = "cannot be reached"
+    if proxy is not None:
+        unreachable += f" through the proxy {_bracketed(proxy.host)}:{proxy.port} of the environment"
     match exc:
         case ssl.SSLCertVerificationError():
             hint = "SSL_CERT_FILE can name a file of certificates to trust"
@@ -315,8 +331,10 @@ def _connect_failure(exc: Exception, host: str) -> ConnectFailed:
             )
         case ssl.SSLError():
             return ConnectFailed("does not accept TLS connections: it may only speak http://", is_final=True)
+        case socket.gaierror() | UnicodeError() if proxy is not None:
+            return ConnectFailed(f"{unreachable}: its host is unknown")
         case socket.gaierror() | UnicodeError():
             return ConnectFailed(f"has an unknown host, {host!r}")
         case OSError(errno=number) if number:
-            return ConnectFailed(f"cannot be reached: {os.strerror(number)}")
-    return ConnectFailed(f"cannot be reached: {exc}" if str(exc) else "cannot be reached")
+            return ConnectFailed(f"{unreachable}: {os.strerror(number)}")
+    return ConnectFailed(f"{unreachable}: {exc}" if str(exc) else unreachable)

@@ -187,12 +187,14 @@ class ServerPool:
         num_waiting = sum(map(len, self._lines.values()))
         kept: list[Server] = []
         per_s = 0.0
-        ready = (server for server in among if not server.is_dead and not server.is_resting(now))
-        for server in sorted(ready, key=lambda server: server.latency_s):
-            if per_s and server.latency_s > num_waiting / per_s + kept[-1].latency_s:
+        last_s = 0.0
+        ready = [(one.expected_s(now), one) for one in among if not one.is_dead and not one.is_resting(now)]
+        for expected_s, server in sorted(ready, key=lambda pair: pair[0]):
+            if per_s and expected_s > num_waiting / per_s + last_s:
                 break
             kept.append(server)
-            per_s += server.limit / server.latency_s if server.latency_s else 0.0
+            last_s = expected_s
+            per_s += server.limit / expected_s if expected_s else 0.0
         return kept
 
     def _over_limit(self, want: Want) -> Server | None:
@@ -204,6 +206,8 @@ class ServerPool:
         return None if least is None or least.num_in_flight >= MAX_PER_SERVER else least
 
     def _take(self, server: Server, want: Want) -> None:
+        if not server.num_in_flight:
+            server.quiet_since = self._loop.time()
         self._balancer.take(server)
         want.was_alone = want.is_suspect
         if want.is_suspect:
@@ -234,6 +238,7 @@ class ServerPool:
         now = self._loop.time()
         self.last_answer_at = now
         server.num_answers += 1
+        server.quiet_since = now
         server.note_latency(latency_s)
         if server.rejections_in_a_row >= REJECTIONS_OF_ALL:
             server.concurrency.restart()

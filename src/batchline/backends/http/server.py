@@ -58,7 +58,8 @@ class Server(Member):
     models: what it lists; None if it may serve any model. was_reached: whether it could be asked; until then, `models`
     is None. wrong: why it gets no requests for the rest of the run. unavailable_since: when it began to answer nothing
     but refusals; None if its last request was answered. probing: the probe in progress. idle_since: when it last had
-    requests, or was probed. latency_s: about how long its last answers took; 0 if there are none.
+    requests, or was probed. latency_s: about how long its last answers took; 0 if there are none. quiet_since: when
+    it gave its last answer, or got a request after it had none.
     """
 
     address: ServerAddress
@@ -72,6 +73,7 @@ class Server(Member):
     probing: asyncio.Task[bool] | None = None
     idle_since: float = 0.0
     latency_s: float = 0.0
+    quiet_since: float = 0.0
     num_answers: int = 0
     num_rejections: int = 0
     num_failures: int = 0
@@ -81,6 +83,11 @@ class Server(Member):
     def note_latency(self, latency_s: float) -> None:
         """Remember how long an answer took."""
         self.latency_s += (latency_s - self.latency_s) * (LATENCY_WEIGHT if self.latency_s else 1.0)
+
+    def expected_s(self, now: float) -> float:
+        """About how long an answer takes now; 0 if that is not known. A server that has been quiet for longer than its
+        answers took may hang."""
+        return max(self.latency_s, now - self.quiet_since if self.num_in_flight else 0.0)
 
     def serves(self, model: str) -> bool:
         """Whether it may answer requests to a model."""
