@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -46,6 +47,21 @@ def url_of(port: int) -> str:
 def seen_by(port: int) -> Counter[str]:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/seen") as answer:
         return Counter(json.load(answer)["seen"])
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_run_leaves_what_the_process_has_frozen_as_it_was(tmp_path: Path, is_frozen: bool) -> None:
+    """Bug: it unfroze what a process had frozen itself, such as a server before it forks its workers."""
+    batch_of(tmp_path, ["hello"])
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        with hostile_server() as (_, port):
+            run_batch(tmp_path / "in.jsonl", tmp_path / "out", base_url=url_of(port))
+        assert bool(gc.get_freeze_count()) == is_frozen
+    finally:
+        gc.unfreeze()
 
 
 def test_a_run_takes_the_models_from_the_servers(tmp_path: Path) -> None:

@@ -355,15 +355,19 @@ def run_blocking(
 @contextmanager
 def _forwarding() -> Iterator[Callable[[], asyncio.AbstractEventLoop] | None]:
     """For a run whose requests cost this process so little that its event loop and its garbage count: uvloop where it
-    exists (None where it does not), and no objects from before the run in collections."""
+    exists (None where it does not), and no objects from before the run in collections. What the process has frozen
+    itself, perhaps to share it with its children, stays frozen."""
     new_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
     with suppress(ImportError):  # on Windows
         from uvloop import new_event_loop as new_loop
-    gc.freeze()
+    freezes = not gc.get_freeze_count()
+    if freezes:
+        gc.freeze()
     try:
         yield new_loop
     finally:
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
 
 
 def _interruptible_result(future: Future[T]) -> T:
