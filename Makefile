@@ -77,8 +77,9 @@ check: setup  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Three workers for two cores: many tests wait for the processes that they start.
 unit: setup clients
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 3 --dist loadfile
 
 thorough: setup clients  ## the whole suite with every case of its longest tests, of which `make test` takes a sample
 	$(BIN)/python -m pytest -n 2 --dist loadfile --thorough

@@ -49,6 +49,7 @@ def seen_by(port: int) -> Counter[str]:
         return Counter(json.load(answer)["seen"])
 
 
+@pytest.mark.usefixtures("freezing")
 @pytest.mark.parametrize("is_frozen", [True, False])
 def test_a_run_leaves_what_the_process_has_frozen_as_it_was(tmp_path: Path, is_frozen: bool) -> None:
     """Bug: it unfroze what a process had frozen itself, such as a server before it forks its workers."""
