@@ -54,6 +54,14 @@ def processes_of(record: Path) -> list[int]:
                 is_zombie = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
             except OSError:
                 continue
-            if is_one and not is_zombie and b"guardian.py" not in Path(f"/proc/{name}/cmdline").read_bytes():
+            if is_one and not is_zombie and b"guardian.py" not in command_line(int(name)):
                 found.append(int(name))
     return found
+
+
+def command_line(pid: int) -> bytes:
+    """The words of a process's command, each behind a zero byte; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""

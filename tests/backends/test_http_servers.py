@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, closing, contextmanager
 from typing import Any
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import orjson
@@ -22,7 +23,7 @@ from batchline.backends.http import attempts, client, pool
 from batchline.backends.http.backend import HttpBackend
 from batchline.backends.http.client import HttpClient
 from batchline.backends.http.config import HttpConfig, server_address, server_addresses
-from batchline.backends.http.connection import ExchangeFailed, LargeBodies, ReplyLimits
+from batchline.backends.http.connection import Connection, ExchangeFailed, LargeBodies, ReplyLimits
 from batchline.backends.http.server import Health, probe
 from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import BackendUnavailable, PeerError, UsageError
@@ -416,6 +417,38 @@ async def test_a_connection_that_is_closed_at_once_is_not_opened_again_without_e
         assert (await probe(client, address)).health is Health.AWAY
     server.close()
     assert num_opened == 1
+
+
+@pytest.mark.parametrize("is_refused", [True, False])
+async def test_a_probe_that_is_cancelled_at_any_moment_of_its_connection_ends_as_cancelled(
+    is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: a cancellation was lost that came just as the connection was refused; Ctrl-C did not end a run whose engine
+    was starting."""
+    loop = asyncio.get_running_loop()
+    address = server_address("http://127.0.0.1:9")
+    for num_turns in range(10):
+        connecting = loop.create_future()
+
+        async def connect(*_: object, connecting: asyncio.Future[Any] = connecting, **__: object) -> Any:
+            return await connecting
+
+        monkeypatch.setattr(loop, "create_connection", connect)
+        with closing(HttpClient(address, ReplyLimits(1 << 20, LargeBodies(1)))) as client:
+            asking = asyncio.create_task(client.get("/health", 10.0))
+            await asyncio.sleep(0.01)
+            transport = Mock(is_closing=lambda: False)
+            connection = Connection(ReplyLimits(1 << 20, LargeBodies(1)))
+            connection.connection_made(transport)
+            if is_refused:
+                connecting.set_exception(ConnectionRefusedError())
+            else:
+                connecting.set_result((transport, connection))
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            was_running = asking.cancel()
+            await asyncio.wait([asking])
+            assert asking.cancelled() == was_running
 
 
 async def test_a_server_that_was_killed_and_comes_back_gets_requests_again() -> None:

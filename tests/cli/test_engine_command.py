@@ -15,7 +15,7 @@ from pathlib import Path
 
 import orjson
 import pytest
-from engine_backends import COMMAND, processes_of, starts
+from engine_backends import COMMAND, command_line, processes_of, starts
 
 from batchline.cli.main import main
 
@@ -91,8 +91,7 @@ def until(is_true: Callable[[], object]) -> None:
 
 def engines_of(record: Path) -> list[int]:
     """The engine and its children, without the command that started it."""
-    own = {pid for pid in processes_of(record) if b"run-batch" in Path(f"/proc/{pid}/cmdline").read_bytes()}
-    return [pid for pid in processes_of(record) if pid not in own]
+    return [pid for pid in processes_of(record) if b"run-batch" not in command_line(pid)]
 
 
 def results(record: Path) -> dict[str, int]:

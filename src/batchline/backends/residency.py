@@ -269,8 +269,9 @@ class ModelResidency(Generic[ModelT]):
 
     async def _pause(self, delay_s: float) -> None:
         """Wait, at most until `close`."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._closed.wait(), delay_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                await self._closed.wait()
 
     async def _load(self, life: _Life[ModelT], history: _History) -> None:
         """Load a life's model. Raises: BatchlineError."""

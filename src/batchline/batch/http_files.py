@@ -28,7 +28,7 @@ from batchline.media.fetching import requested_wait_s
 logger = logging.getLogger(__name__)
 
 RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
-TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, asyncio.TimeoutError, ConnectionError)
+TRANSIENT_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, ConnectionError)
 _EXCERPT_BYTES, _EXCERPT_CHARS = 2000, 200
 _STORAGE_ERROR = re.compile(r"<Error>.*?<Code>([^<]{1,100})</Code>", re.DOTALL)
 """Where S3 and its relatives name an error, such as an expired signature."""

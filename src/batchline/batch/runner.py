@@ -211,8 +211,9 @@ class Runner:
             if not answer.is_transient:
                 return answer, body
             logger.info("request %s got a transient %d; trying again", request.request_id, answer.status_code)
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(stop.wait(), delay_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await stop.wait()
                 return None
         return await self._ask(request)
 

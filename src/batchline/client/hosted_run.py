@@ -313,9 +313,9 @@ class _Submission:
             return False
         self._work.reporter.phase(f"The service has no room for part {part.number} yet; the run waits for a while")
         self._part_ended.clear()
-        waiting = asyncio.wait_for(self._part_ended.wait(), self._options.no_room_s)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await unless_stopped(waiting, self._work.stop)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._options.no_room_s):
+                await unless_stopped(self._part_ended.wait(), self._work.stop)
         return True
 
     @contextlib.contextmanager

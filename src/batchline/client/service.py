@@ -387,7 +387,7 @@ class Service:
                 )
             case aiohttp.InvalidURL() | ValueError():
                 return ServiceUnreachable(f"{self.display} is not a valid URL.", is_final=True, was_sent=False)
-            case aiohttp.ServerTimeoutError() | asyncio.TimeoutError():
+            case TimeoutError():
                 return ServiceUnreachable(f"The service at {self.display} does not answer in time.")
             case aiohttp.ClientResponseError():
                 return ServiceUnreachable(f"The answer from {self.display} is not valid HTTP.")

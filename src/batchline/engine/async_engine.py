@@ -128,7 +128,8 @@ class AsyncEngine:
             self._inbox.append(measure)
             self._wake.notify()
         try:
-            return await asyncio.wait_for(measured, MAX_MEASURE_S)
+            async with asyncio.timeout(MAX_MEASURE_S):
+                return await measured
         except TimeoutError:
             return None
 

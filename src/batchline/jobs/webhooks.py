@@ -141,8 +141,9 @@ class Webhooks:
 
     async def _news(self) -> None:
         """Wait until a batch or a try is over, or for `POLL_S`."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._has_news.wait(), POLL_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await self._has_news.wait()
         self._has_news.clear()
 
     async def _start_due(self) -> None:
@@ -181,7 +182,8 @@ class Webhooks:
         if not await asyncio.to_thread(self._store.take_webhook, webhook, now + pause_s):
             return
         try:
-            status = await asyncio.wait_for(self._post(webhook, int(now)), TRY_S)
+            async with asyncio.timeout(TRY_S):
+                status = await self._post(webhook, int(now))
             outcome = f"its receiver has answered with status {status}"
         except Exception as exc:  # whatever the receiver, its host or its network do: the next try may succeed
             status, outcome = 0, f"its receiver cannot be reached: {_reason(exc)}"
@@ -216,7 +218,7 @@ def _reason(exc: Exception) -> str:
             return exc.message
         case NotPublic() | Transient() | aiohttp.ClientConnectorDNSError():
             return NO_PUBLIC_ADDRESS
-        case asyncio.TimeoutError():
+        case TimeoutError():
             return f"it did not answer within {TRY_S:g} seconds"
         case aiohttp.ClientSSLError() | aiohttp.ClientConnectorCertificateError():
             return "it has no valid TLS certificate"

@@ -145,8 +145,9 @@ class Worker:
             except Exception:  # the database may be away for a while
                 log_failure(logger, "batches cannot be claimed; trying again")
             if not self._is_closing:
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._has_news.wait(), self._pause_s)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._pause_s):
+                        await self._has_news.wait()
                     self._line.forget()
                 self._has_news.clear()
 

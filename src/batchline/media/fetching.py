@@ -190,7 +190,8 @@ class Fetcher:
     async def _attempt(self, url: str, checked: URL) -> None:
         """Raises: Transient, UnprocessableEntity; here the exceptions of the HTTP client become ours."""
         try:
-            await asyncio.wait_for(self._download(url, checked), self._config.fetch_timeout_s)
+            async with asyncio.timeout(self._config.fetch_timeout_s):
+                await self._download(url, checked)
         except FolderUnwritable as exc:
             raise _not_stored(exc) from exc
         except NotPublic as exc:

@@ -130,7 +130,8 @@ class IncomingBody:
             self._bytes_at_deadline = self._num_bytes + BYTES_IN_TIME
         self._waiting = asyncio.ensure_future(self._receive())
         try:
-            return await asyncio.wait_for(self._waiting, self._deadline - loop.time())
+            async with asyncio.timeout_at(self._deadline):
+                return await self._waiting
         except TimeoutError:
             raise RequestTimeout("The request's body did not arrive in time") from None
         except asyncio.CancelledError:

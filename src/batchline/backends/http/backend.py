@@ -329,9 +329,13 @@ def _files_per_server(num_servers: int, max_inflight: int | None) -> int:
 
 
 async def _timed(chunks: AsyncIterator[bytes], timeout_s: float) -> AsyncGenerator[bytes, None]:
-    """The same chunks. Raises: asyncio.TimeoutError if the next one takes too long."""
+    """The same chunks. Raises: TimeoutError if the next one takes too long."""
     try:
-        while chunk := await asyncio.wait_for(anext(chunks, b""), timeout_s):
+        while True:
+            async with asyncio.timeout(timeout_s):
+                chunk = await anext(chunks, b"")
+            if not chunk:
+                return
             yield chunk
     finally:
         if isinstance(chunks, AsyncGenerator):

@@ -170,7 +170,8 @@ class HttpClient:
             raise ExchangeFailed("is no longer in use", was_sent=False)
         connecting = self._connected_by_proxy() if self._proxy is not None and self._tls else self._connected()
         try:
-            connection = await asyncio.wait_for(connecting, CONNECT_TIMEOUT_S)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                connection = await connecting
         except TimeoutError:
             raise ConnectFailed("cannot be reached: no connection in time") from None
         except (OSError, ssl.SSLError, UnicodeError) as exc:
@@ -194,7 +195,8 @@ class HttpClient:
             )
             is_last = address == addresses[-1]
             try:
-                transport, connection = await asyncio.wait_for(connecting, None if is_last else ADDRESS_TIMEOUT_S)
+                async with asyncio.timeout(None if is_last else ADDRESS_TIMEOUT_S):
+                    transport, connection = await connecting
             except ssl.SSLError:
                 raise
             except OSError as exc:

@@ -90,8 +90,9 @@ class Life:
         while self.is_alive and time.monotonic() < ends_at:
             if await self._is_healthy():
                 return not self.is_alive
-            with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self.child.ended.wait(), POLL_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(POLL_S):
+                    await self.child.ended.wait()
         self._is_condemned = True
         return True
 
@@ -230,8 +231,9 @@ async def _until_ready(life: Life) -> None:
         if time.monotonic() > notice_at:
             notice_at += notice_at - began_at
             _say_that_it_starts(life, time.monotonic() - began_at)
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ended.wait(), POLL_S)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(POLL_S):
+                await ended.wait()
     raise _NotReady(f"{life.child.how_it_ended()} before it was ready", life.child)
 
 

@@ -87,7 +87,7 @@ class Replica(Member):
 
     async def close(self) -> None:
         """End the engine for good. Idempotent."""
-        self._closed.set()  # before Python 3.12, `wait_for` may ignore that it is cancelled
+        self._closed.set()
         self._refusal = EngineLost("it is closed")
         if self._keeper is not None:
             self._keeper.cancel()

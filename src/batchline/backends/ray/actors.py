@@ -117,7 +117,8 @@ class ActorHost:
         repeat_until = loop.time() + REPEAT_FOR_S
         while True:
             try:
-                return await asyncio.wait_for(_called(self._actor, method, *arguments), MAX_SILENCE_S)
+                async with asyncio.timeout(MAX_SILENCE_S):
+                    return await _called(self._actor, method, *arguments)
             except Exception as exc:  # Ray's, all of which are mapped
                 if not isinstance(exc, TRANSIENT) or loop.time() >= repeat_until:
                     raise replica_lost(exc) from exc
@@ -165,7 +166,8 @@ class ActorLauncher:
     async def missing(self) -> str:
         """See `Launcher`."""
         try:
-            return await asyncio.wait_for(self._missing(min(self._unplaced, default=0)), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                return await self._missing(min(self._unplaced, default=0))
         except TimeoutError:
             return ""
 
@@ -242,7 +244,8 @@ async def _called(actor: Any, method: str, *arguments: Any) -> Any:
 async def _end(actor: Any) -> None:
     """End an actor, with its backend first if that is quick. Raises nothing."""
     with contextlib.suppress(Exception):  # it may have ended, and so may Ray
-        await asyncio.wait_for(_called(actor, "close"), CLOSE_S)
+        async with asyncio.timeout(CLOSE_S):
+            await _called(actor, "close")
     _kill(actor)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 
 from ray import exceptions as ray_exceptions
@@ -37,7 +36,7 @@ _MAX_REASON = 300
 
 def replica_lost(exc: BaseException) -> ReplicaLost:
     """Why a replica can no longer be called."""
-    if isinstance(exc, asyncio.TimeoutError):
+    if isinstance(exc, TimeoutError):
         return ReplicaLost("It has stopped answering.")
     if isinstance(exc, ray_exceptions.RayActorError):
         if exc.preempted or _NODE_DIED.search(str(exc)):
@@ -82,7 +81,7 @@ def not_connected(exc: BaseException, address: str) -> BatchlineError:
         )
     if isinstance(exc, ValueError):
         return UsageError(f"{address!r} is not the address of a Ray cluster, such as 10.0.0.5:6379. {_sentence(text)}")
-    if isinstance(exc, ConnectionError | OSError | asyncio.TimeoutError):
+    if isinstance(exc, OSError):
         return BackendUnavailable(
             f"No Ray cluster answers at {address}: {_sentence(text)} `ray status` on its head shows whether it runs. "
             "If it uses tokens, this machine needs its ~/.ray/auth_token."

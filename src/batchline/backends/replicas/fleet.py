@@ -130,7 +130,7 @@ class Fleet:
 
     async def close(self) -> None:
         """Stop all replicas. Idempotent."""
-        self._is_closed = True  # before Python 3.12, `wait_for` may ignore that it is cancelled
+        self._is_closed = True
         tasks = [starting.task for starting in self._starting.values()]
         if self._keeper is not None:
             tasks.append(self._keeper)
@@ -163,8 +163,9 @@ class Fleet:
             await self._give_up_without_replicas(now)
             self.pool.rebalance()
             self._changed.clear()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), TICK_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._changed.wait()
 
     async def _load(self) -> Load:
         in_flight = [(replica.number, replica.num_in_flight) for replica in self.pool.replicas]

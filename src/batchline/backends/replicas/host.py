@@ -79,7 +79,8 @@ class BackendHost:
     async def _deliver(self, number: int, window_s: float, max_wait_s: float) -> Delivery:
         if not self._results:
             try:
-                await asyncio.wait_for(self._has_result.wait(), max_wait_s)
+                async with asyncio.timeout(max_wait_s):
+                    await self._has_result.wait()
             except TimeoutError:
                 window_s = 0
         if window_s and len(self._results) < MAX_RESULTS:
