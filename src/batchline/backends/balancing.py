@@ -77,7 +77,7 @@ class Balancer(Generic[M]):
         among: Sequence[M] | None = None,
         avoid: Collection[M] = (),
     ) -> M | None:
-        """The member that gets the next request; None if none can take one now. The caller then calls `take`.
+        """The member that gets the next request; None if no member can take one now. The caller then calls `take`.
 
         prefix: any hashable value that requests with the same beginning have in common; None if there is none.
         among: the members that can answer the request; by default all. avoid: members that have failed with this

@@ -1,4 +1,4 @@
-"""What tokens cost, from a table that the user provides: none ships here, because prices change.
+"""What tokens cost, from a table that the user provides. No table ships with Batchline, because prices change.
 
 The table is YAML or JSON. Each name of a model, or pattern of names, has prices in dollars per million tokens:
 

@@ -83,7 +83,7 @@ class TokenCounts:
 
     def expected_output(self, usual: float | None) -> float | None:
         """The expected output tokens; None if they are not known. usual: the mean length of an answer in earlier runs,
-        unless a limit is lower, or `min_tokens` higher; infinite if limits alone have ended their answers."""
+        unless a limit is lower, or `min_tokens` higher; infinite if only limits have ended their answers."""
         num_open = self.num_limited + self.num_unlimited - self.num_fixed
         if not num_open:
             return self.fixed_output

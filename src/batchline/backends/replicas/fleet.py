@@ -275,7 +275,7 @@ class Fleet:
             logger.warning("Replica %d waits: %s", number, text)
 
     async def _give_up_without_replicas(self, now: float) -> None:
-        """Fail if no replica has been ready for the whole patience, or none can be started at all."""
+        """Fail if no replica has been ready for the whole patience, or no replica can be started at all."""
         if self.pool.replicas:
             return
         waits_for = next((one.waits_for for one in self._starting.values() if one.waits_for), "")
