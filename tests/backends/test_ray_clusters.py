@@ -22,8 +22,6 @@ import pytest
 
 from batchline.backends.ray.guard import MARK
 
-pytestmark = pytest.mark.thorough
-
 MODEL = Path(__file__).parents[2] / "examples/models/tiny-chat"
 NUM_LINES = 3000
 ENVIRONMENT = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "ab" * 16, "RAY_USAGE_STATS_ENABLED": "0"}
@@ -116,12 +114,12 @@ def lines(tmp_path: Path) -> Path:
 class Driver:
     """A run in a process of its own. log: what it has printed."""
 
-    def __init__(self, address: str, lines: Path) -> None:
+    def __init__(self, address: str, lines: Path, num_replicas: int = 4) -> None:
         self.output = lines.with_name("out.jsonl")
         self._log = lines.with_name("log")
         options = ["--model", str(MODEL), "--served-model-name", "m", "--max-num-seqs", "16", "--max-inflight", "200"]
-        command = [sys.executable, "-m", "batchline", "run-batch", "--ray", address, "--replicas", "4", *options]
-        command += ["--replica-cpus", "1", "-i", str(lines), "-o", str(self.output)]
+        command = [sys.executable, "-m", "batchline", "run-batch", "--ray", address, *options]
+        command += ["--replicas", str(num_replicas), "--replica-cpus", "1", "-i", str(lines), "-o", str(self.output)]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, env=ENVIRONMENT, stderr=log)
 
@@ -140,6 +138,7 @@ class Driver:
         assert {line["response"]["status_code"] for line in answered} == {200}
 
 
+@pytest.mark.thorough
 def test_a_killed_node_costs_no_answer(nodes: Nodes, lines: Path) -> None:
     driver = Driver(nodes.address, lines)
     driver.wait_for_answers()
@@ -151,6 +150,7 @@ def test_a_killed_node_costs_no_answer(nodes: Nodes, lines: Path) -> None:
     until(lambda: not nodes.replicas())
 
 
+@pytest.mark.thorough
 def test_a_killed_driver_leaves_no_actor_and_its_run_is_resumed(nodes: Nodes, lines: Path) -> None:
     driver = Driver(nodes.address, lines)
     driver.wait_for_answers()
@@ -164,9 +164,9 @@ def test_a_killed_driver_leaves_no_actor_and_its_run_is_resumed(nodes: Nodes, li
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the guard reads /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGKILL])
 def test_nothing_is_left_of_a_new_cluster_however_the_driver_ends(lines: Path, number: signal.Signals) -> None:
-    driver = Driver("local", lines)
+    driver = Driver("local", lines, num_replicas=1)
     driver.wait_for_answers()
     marks = {variable for child in psutil.Process(driver.process.pid).children() for variable in marks_of(child)}
     assert len(marks) == 1
