@@ -144,6 +144,53 @@ def test_an_answer_that_does_not_fit_is_an_error_with_nulls(
     assert (row["n"], row["m"]) == (None, None)
 
 
+FIT = {
+    "type": "object",
+    "required": ["mood", "who"],
+    "properties": {
+        "mood": {"enum": ["good", "bad"]},
+        "level": {"const": 1},
+        "who": {"$ref": "#/$defs/Person"},
+        "notes": {"type": "array", "items": {"enum": ["x", None]}},
+        "maybe": {"type": ["integer", "null"]},
+    },
+    "$defs": {"Person": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"mood": "other", "who": {"age": 1}}, 'mood is not one of ["good", "bad"]: "other"'),
+        ({"mood": None, "who": {"age": 1}}, 'mood is not one of ["good", "bad"]: null'),
+        ({"who": {"age": 1}}, "mood is missing"),
+        ({"mood": "good", "who": {}}, "who.age is missing"),
+        ({"mood": "good", "who": None}, "who is null, and the schema wants object"),
+        ({"mood": "good", "who": {"age": None}}, "who.age is null, and the schema wants integer"),
+        ({"mood": "good", "who": {"age": 1}, "level": 2}, "level is not one of [1]: 2"),
+        ({"mood": "good", "who": {"age": 1}, "notes": ["x", "y"]}, 'notes[1] is not one of ["x", null]: "y"'),
+    ],
+)
+def test_a_service_that_ignores_the_schema_leaves_no_value_outside_it(
+    run_table: RunTable, tmp_path: Path, answer: Mapping[str, Any], error: str
+) -> None:
+    source, out = one_column(tmp_path / "in.parquet", "a"), tmp_path / "out.parquet"
+    backend = Scripted(lambda _: chat(orjson.dumps(answer).decode()))
+    run_table(source, out, backend=backend, prompt_column="text", schema=FIT)
+    (row,) = pq.read_table(out).to_pylist()
+    assert row["error"] == f"invalid_answer: {error}"
+    assert {row[name] for name in ("mood", "level", "maybe")} == {None}
+
+
+def test_an_answer_with_all_that_its_schema_requires_fits(run_table: RunTable, tmp_path: Path) -> None:
+    source, out = one_column(tmp_path / "in.parquet", "a"), tmp_path / "out.parquet"
+    answer = {"who": {"age": 1, "more": 2}, "level": 1.0, "notes": ["x", None], "maybe": None, "mood": "bad"}
+    backend = Scripted(lambda _: chat(orjson.dumps(answer).decode()))
+    run_table(source, out, backend=backend, prompt_column="text", schema=FIT)
+    (row,) = pq.read_table(out).to_pylist()
+    assert (row["error"], row["mood"], row["level"], row["who"]) == (None, "bad", 1, {"age": 1})
+
+
 def test_a_schema_must_be_that_of_an_object(run_table: RunTable, tmp_path: Path) -> None:
     for schema in ({"type": "array"}, {"type": "object"}, {"type": "string", "properties": {"a": {}}}):
         with pytest.raises(UsageError, match="the JSON Schema of an object with 'properties'"):
