@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -13,6 +15,7 @@ import openai
 import orjson
 import pytest
 from hostile_server import MODELS, hostile_server, reply, scripted
+from openai.types import Batch
 from threaded_server import ThreadedServer
 
 from batchline.backends.base import EndpointRequest
@@ -29,6 +32,27 @@ BODY = {"model": "fake", "messages": [{"role": "user", "content": "one two three
 
 def front_of(*urls: str, **options: object) -> ThreadedServer:
     return ThreadedServer(HttpBackend(HttpConfig(servers=server_addresses(urls))), **options)
+
+
+class ClosedPort:
+    """A port that is kept free, so that a server can come there later."""
+
+    def __init__(self, held: socket.socket) -> None:
+        self._held = held
+        self._port = held.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+
+    def serving(self, backend: FakeBackend) -> ThreadedServer:
+        self._held.close()
+        return ThreadedServer(backend, port=self._port)
+
+
+@contextmanager
+def closed_port() -> Iterator[ClosedPort]:
+    with socket.socket() as held:  # bound, but it does not listen: connections are refused
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield ClosedPort(held)
 
 
 @pytest.fixture(scope="module")
@@ -109,10 +133,58 @@ def test_batches_run_in_front_of_a_server_that_has_none(tmp_path: Path) -> None:
     ):
         file = client.files.create(file=("in.jsonl", line), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
-        while batch.status not in ("completed", "failed"):
-            batch = client.batches.retrieve(batch.id)
+        batch = ended(client, batch)
         assert batch.output_file_id is not None
         assert '"content":' in client.files.content(batch.output_file_id).text
+
+
+def ended(client: openai.OpenAI, batch: Batch, *other_states: str) -> Batch:
+    """The batch, once it is at its end or in one of the other states."""
+    while batch.status not in ("completed", "failed", *other_states):
+        batch = client.batches.retrieve(batch.id)
+    return batch
+
+
+def test_a_batch_for_a_model_whose_server_is_away_waits_for_it(tmp_path: Path) -> None:
+    body = {"model": "late", "input": "one two three"}
+    line = orjson.dumps({"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": body}) + b"\n"
+    with (
+        hostile_server() as (_, port),
+        closed_port() as late,
+        front_of(f"http://127.0.0.1:{port}", late.url, jobs=JobsOptions(state_dir=tmp_path / "state")) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client,
+    ):
+        file = client.files.create(file=("in.jsonl", line), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+        assert ended(client, batch, "in_progress").status == "in_progress"
+        with late.serving(FakeBackend("late")):
+            batch = ended(client, batch)
+        assert batch.output_file_id is not None
+        assert '"embedding":' in client.files.content(batch.output_file_id).text
+
+
+def test_no_request_gets_a_model_by_chance_while_a_server_is_away() -> None:
+    nameless = {"messages": BODY["messages"]}
+    with (
+        ThreadedServer(FakeBackend()) as behind,
+        closed_port() as late,
+        front_of(behind.url, late.url) as server,
+    ):
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json=nameless)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+        with late.serving(FakeBackend()):
+            answer = refused
+            while answer.status_code == 400:
+                answer = httpx.post(f"{server.url}/v1/chat/completions", json=nameless)
+        assert (answer.status_code, answer.json()["model"]) == (200, "fake")
+
+
+def test_a_default_model_answers_requests_that_name_none_also_beside_other_models() -> None:
+    with ThreadedServer(FakeBackend()) as one, ThreadedServer(FakeBackend("other")) as other:
+        config = HttpConfig(servers=server_addresses([one.url, other.url]), default_model="other")
+        with ThreadedServer(HttpBackend(config)) as server:
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": BODY["messages"]})
+    assert (answer.status_code, answer.json()["model"]) == (200, "other")
 
 
 def test_a_recording_is_passed_on_as_a_form() -> None:

@@ -338,6 +338,22 @@ class WithSlowServers(Protocol):
         """All requests of the only run are in flight or wait here. Called at the end of a file, perhaps repeatedly."""
 
 
+@runtime_checkable
+class WithServersAway(Protocol):
+    """A backend whose models are those of servers elsewhere, some of which may not have been reached yet."""
+
+    def default_model(self) -> str:
+        """The model of a request that names none; may be called once the backend has started. Raises: BadRequest."""
+
+    def may_have_more_models(self) -> bool:
+        """Whether a server was never reached, so that its models are not known. As `default_model`."""
+
+
+def has_more_models(backend: Backend) -> bool:
+    """Whether a started backend may answer requests to models that it does not list yet."""
+    return isinstance(backend, WithServersAway) and backend.may_have_more_models()
+
+
 RunningBackend = AbstractAsyncContextManager[Backend]
 """A backend that runs inside the block: `running(backend)`, or `nullcontext(backend)` for one that others also use."""
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
-from batchline.backends.base import Backend, models_by_name
+from batchline.backends.base import Backend, has_more_models, models_by_name
 from batchline.batch.capacity import Capacity, Claim
 from batchline.batch.check import CheckReport
 from batchline.batch.file_threads import in_file_thread
@@ -141,7 +141,8 @@ class BatchRun:
         self._names = {name: model.name for name, model in served.items()}
         self._has_facts = any(model.facts is not None for model in served.values())
         if self.record.output_file_id is None:  # it has not begun, even if it was cancelled meanwhile
-            self._judge = LineJudge(self.record.endpoint, served, takes_many_models=self._options.takes_many_models)
+            names = None if has_more_models(self._backend) else served
+            self._judge = LineJudge(self.record.endpoint, names, takes_many_models=self._options.takes_many_models)
         await in_file_thread(adopt_job_folder, self._folder, self.record)
         output, errors = self._targets
         files = RunFiles(

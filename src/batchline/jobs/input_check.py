@@ -53,7 +53,7 @@ class _Observer:
     refusals: their errors, with the positions of the first few of each kind and how many there are.
     """
 
-    def __init__(self, served: Collection[str], text: TextConfig | None, *, takes_many_models: bool) -> None:
+    def __init__(self, served: Collection[str] | None, text: TextConfig | None, *, takes_many_models: bool) -> None:
         self.endpoint: str | None = None
         self.refusals: dict[str, _Refusal] = {}
         self._text = text
@@ -96,7 +96,7 @@ class _Observer:
 
 def check_input(
     path: Path,
-    served: Collection[str],
+    served: Collection[str] | None,
     endpoints: Collection[str],
     *,
     scratch: Path,
@@ -105,9 +105,9 @@ def check_input(
     text: TextConfig | None = None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> InputCheck:
-    """Read a file and judge it. served: the names of the models; endpoints: those that a batch may have. scratch: a
-    folder for working files. text: by which the models judge bodies; None if that is not known. Constraints are not
-    compiled, because that may take minutes.
+    """Read a file and judge it. served: the names of the models, None if there may be others; endpoints: those that a
+    batch may have. scratch: a folder for working files. text: by which the models judge bodies; None if that is not
+    known. Constraints are not compiled, because that may take minutes.
 
     Raises: RunFailed on a full disk, RunInterrupted when `should_stop`.
     """

@@ -20,7 +20,7 @@ from time import monotonic
 
 import orjson
 
-from batchline.backends.base import Backend, models_by_name
+from batchline.backends.base import Backend, has_more_models, models_by_name
 from batchline.batch.file_threads import in_file_thread
 from batchline.batch.history import History
 from batchline.batch.journal import saved_results
@@ -83,7 +83,8 @@ class Jobs(StoredFiles):
         content = file.content
         if content is None:
             raise NotFound("A running batch still writes this file", param="id")
-        served = models_by_name(await self._backend.models())
+        listed = models_by_name(await self._backend.models())
+        served = None if has_more_models(self._backend) else listed
         endpoints = await self._endpoints()
 
         is_over = threading.Event()
@@ -291,6 +292,8 @@ class Jobs(StoredFiles):
     async def _endpoints(self) -> set[str]:
         """Those that a batch may have. A model whose endpoints are not known may answer any."""
         models = await self._backend.models()
+        if has_more_models(self._backend):
+            return {path for path in ENDPOINTS if is_batch_url(path)}
         return {path for model in models for path in model.endpoints or ENDPOINTS if is_batch_url(path)}
 
 

@@ -56,8 +56,8 @@ def refuse_compressed(path: Path) -> None:
 class LineJudge:
     """Judges lines by what a batch adds to the rules of a batch file: its endpoint and its models."""
 
-    def __init__(self, endpoint: str, served: Collection[str], *, takes_many_models: bool) -> None:
-        """served: the names of the models."""
+    def __init__(self, endpoint: str, served: Collection[str] | None, *, takes_many_models: bool) -> None:
+        """served: the names of the models; None if there may be others."""
         self.model: str | None = None
         self._endpoint = endpoint
         self._served = served
@@ -68,7 +68,7 @@ class LineJudge:
         if url != self._endpoint:
             message = f"The line's url is {url[:MAX_SHOWN_NAME]!r}, but the batch's endpoint is {self._endpoint!r}."
             raise LineError("invalid_url", message, param="url")
-        if model not in self._served:
+        if self._served is not None and model not in self._served:
             raise LineError("model_not_found", unknown_model(model, self._served).message, param="body.model")
         self.model = self.model or model
         if model != self.model and not self._takes_many_models:

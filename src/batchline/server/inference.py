@@ -17,7 +17,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from batchline.backends.base import Answer, Backend, EndpointRequest, ask, contained, find_model, models_by_name
+from batchline.backends.base import (
+    Answer,
+    Backend,
+    EndpointRequest,
+    WithServersAway,
+    ask,
+    contained,
+    find_model,
+    models_by_name,
+)
 from batchline.errors import request_error
 from batchline.openai_api.endpoint_table import ENDPOINTS
 from batchline.openai_api.parsing import is_small
@@ -83,13 +92,18 @@ class Inference:
     async def _name_model(self, request: Request, body: dict[str, Any]) -> bool:
         """Put the path's model, or the only served one, into a body that names none. Returns whether it did.
 
-        Raises: BadRequest if several are served.
+        Raises: BadRequest if several are served, or may be.
         """
         if body.get("model") is not None:
             return False
         named: str | None = request.state.model_of_path
-        body["model"] = named or find_model(models_by_name(await self._backend.models()), None).name
+        body["model"] = named or await self._default_model()
         return True
+
+    async def _default_model(self) -> str:
+        if isinstance(self._backend, WithServersAway):
+            return self._backend.default_model()
+        return find_model(models_by_name(await self._backend.models()), None).name
 
     async def answer_of(self, request: Request, endpoint_request: EndpointRequest) -> Answer:
         """The backend's answer, as long as the client waits for it. Raises: EngineLost, ClientDisconnect."""

@@ -140,6 +140,21 @@ class HttpBackend:
         limit = min(MAX_PER_SERVER * len(self._config.servers), MAX_IN_ALL)
         return limit if self._config.max_inflight is None else self._config.max_inflight
 
+    def default_model(self) -> str:
+        """`--model`, or the `only_model`. Raises: BadRequest."""
+        if self._config.default_model is not None:
+            return self._config.default_model
+        self._note_servers(self._opened())  # one may have been reached meanwhile
+        name = self.only_model
+        if name is None:
+            raise model_missing(model.name for model in self._known)
+        return name
+
+    def may_have_more_models(self) -> bool:
+        """Whether a server could not be asked for its models yet."""
+        self._note_servers(self._opened())
+        return bool(self._never_reached)
+
     def expect_no_more(self) -> None:
         """All requests of the only run are in flight or wait for a place."""
         if self._pool is not None:
@@ -254,23 +269,13 @@ class HttpBackend:
         self._known = tuple(known.values())
         self._may_serve_others = self._lists_no_models or bool(self._never_reached)
 
-    def _default_name(self, pool: ServerPool) -> str:
-        """The model of a request that names none. Raises: BadRequest."""
-        if self._config.default_model is not None:
-            return self._config.default_model
-        self._note_servers(pool)  # one may have been reached meanwhile
-        name = self.only_model
-        if name is None:
-            raise model_missing(model.name for model in self._known)
-        return name
-
     def _want(self, pool: ServerPool, request: EndpointRequest) -> Want:
         """A request's wish for a place at one of the servers that may answer it. Raises: NotFound, BadRequest."""
         if request.url not in ENDPOINTS:
             raise unknown_path(request.url, self._known)
         name = request.body.get("model")
         if name is None:
-            name = self._default_name(pool)
+            name = self.default_model()
         among = pool.serving(name) if isinstance(name, str) else ()
         if not among:
             self._note_servers(pool)
