@@ -152,7 +152,8 @@ FIT = {
         "level": {"const": 1},
         "who": {"$ref": "#/$defs/Person"},
         "notes": {"type": "array", "items": {"enum": ["x", None]}},
-        "maybe": {"type": ["integer", "null"]},
+        "maybe": {"anyOf": [{"type": "integer", "maximum": 9}, {"type": "null"}]},
+        "word": {"type": "string", "pattern": r"^\p{L}+$"},
     },
     "$defs": {"Person": {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}},
 }
@@ -161,14 +162,15 @@ FIT = {
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        ({"mood": "other", "who": {"age": 1}}, 'mood is not one of ["good", "bad"]: "other"'),
-        ({"mood": None, "who": {"age": 1}}, 'mood is not one of ["good", "bad"]: null'),
-        ({"who": {"age": 1}}, "mood is missing"),
-        ({"mood": "good", "who": {}}, "who.age is missing"),
-        ({"mood": "good", "who": None}, "who is null, and the schema wants object"),
-        ({"mood": "good", "who": {"age": None}}, "who.age is null, and the schema wants integer"),
-        ({"mood": "good", "who": {"age": 1}, "level": 2}, "level is not one of [1]: 2"),
-        ({"mood": "good", "who": {"age": 1}, "notes": ["x", "y"]}, 'notes[1] is not one of ["x", null]: "y"'),
+        ({"mood": "other", "who": {"age": 1}}, "mood: 'other' is not one of ['good', 'bad']"),
+        ({"mood": None, "who": {"age": 1}}, "mood: None is not one of ['good', 'bad']"),
+        ({"who": {"age": 1}}, "'mood' is a required property"),
+        ({"mood": "good", "who": {}}, "who: 'age' is a required property"),
+        ({"mood": "good", "who": None}, "who: None is not of type 'object'"),
+        ({"mood": "good", "who": {"age": None}}, "who.age: None is not of type 'integer'"),
+        ({"mood": "good", "who": {"age": 1}, "level": 2}, "level: 1 was expected"),
+        ({"mood": "good", "who": {"age": 1}, "maybe": 10}, "maybe: 10 is greater than the maximum of 9"),
+        ({"mood": "good", "who": {"age": 1}, "notes": ["x", "y"]}, "notes[1]: 'y' is not one of ['x', None]"),
     ],
 )
 def test_a_service_that_ignores_the_schema_leaves_no_value_outside_it(
@@ -189,6 +191,21 @@ def test_an_answer_with_all_that_its_schema_requires_fits(run_table: RunTable, t
     run_table(source, out, backend=backend, prompt_column="text", schema=FIT)
     (row,) = pq.read_table(out).to_pylist()
     assert (row["error"], row["mood"], row["level"], row["who"]) == (None, "bad", 1, {"age": 1})
+
+
+def test_a_pattern_that_python_does_not_understand_is_not_checked(run_table: RunTable, tmp_path: Path) -> None:
+    source, out = one_column(tmp_path / "in.parquet", "a"), tmp_path / "out.parquet"
+    answer = {"who": {"age": 1}, "mood": "bad", "word": "3"}
+    run_table(
+        source, out, backend=Scripted(lambda _: chat(orjson.dumps(answer).decode())), prompt_column="text", schema=FIT
+    )
+    assert pq.read_table(out).to_pylist()[0]["word"] == "3"
+
+
+def test_a_schema_that_is_not_valid_is_refused_before_the_run(run_table: RunTable, tmp_path: Path) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    with pytest.raises(UsageError, match=r"not a valid JSON Schema: properties.a.type: 'strin' is not valid"):
+        run_table(one_column(tmp_path / "in.parquet", "a"), tmp_path / "out", prompt_column="text", schema=schema)
 
 
 def test_a_schema_must_be_that_of_an_object(run_table: RunTable, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import orjson
 from batchline.batch.journal import INVALID_ANSWER
 from batchline.errors import LineError, UsageError
 from batchline.tables.requests import RowPrompts
-from batchline.tables.schema_fit import check_fit
+from batchline.tables.schema_fit import SchemaFit
 from batchline.tables.typed_columns import INTEGER, STRING, ColumnType, WrongType, columns_of_schema
 
 _TRUNCATED = " It was cut off at --max-tokens or at the model's context."
@@ -41,8 +41,8 @@ class AnswerColumns:
         self._finish = f"{prefix}finish_reason"
         self._prompt_tokens = f"{prefix}prompt_tokens"
         self._completion_tokens = f"{prefix}completion_tokens"
-        self._schema = prompts.schema or {}
         typed = {} if prompts.schema is None else columns_of_schema(prompts.schema)
+        self._fit = SchemaFit(prompts.schema or {})
         self._typed = {prefix + name: (name, kind) for name, kind in typed.items()}
         vector = ColumnType("list", item=ColumnType("float32"))
         columns = [(self._answer, vector if prompts.is_embedding else STRING)]
@@ -163,7 +163,7 @@ class AnswerColumns:
             raise WrongType("The answer is JSON, but not an object.")
         try:
             row = {column: kind.value(value.get(name), name) for column, (name, kind) in self._typed.items()}
-            check_fit(value, self._schema, self._schema)
+            self._fit.check(value)
         except RecursionError as exc:
             raise WrongType("The answer is nested too deeply.") from exc
         return row

@@ -78,7 +78,7 @@ JSON_TEXT = ColumnType("json")
 
 def columns_of_schema(schema: Mapping[str, Any]) -> dict[str, ColumnType]:
     """The columns for the properties of an object's schema, in order. Raises: UsageError if it is another schema."""
-    top = resolved(schema, schema)
+    top = _resolved(schema, schema)
     properties = top.get("properties") if isinstance(top, Mapping) else None
     if not isinstance(properties, Mapping) or not properties or "object" not in _types(top, "object"):
         raise UsageError(
@@ -93,7 +93,7 @@ def _type_of(part: Any, root: Mapping[str, Any], within: frozenset[str]) -> Colu
     if reference in within:
         return JSON_TEXT
     within = within if reference is None else within | {reference}
-    part = resolved(part, root)
+    part = _resolved(part, root)
     if not isinstance(part, Mapping):
         return JSON_TEXT
     for union in ("anyOf", "oneOf", "allOf"):
@@ -124,7 +124,7 @@ def _types(part: Mapping[str, Any], default: str) -> list[str]:
 
 
 def _without_null(parts: Any, root: Mapping[str, Any]) -> list[Any]:
-    found = [resolved(part, root) for part in parts] if isinstance(parts, list) else []
+    found = [_resolved(part, root) for part in parts] if isinstance(parts, list) else []
     return [part for part in found if not (isinstance(part, Mapping) and part.get("type") == "null")]
 
 
@@ -137,7 +137,7 @@ def _type_of_value(value: Any) -> ColumnType:
     return ColumnType(names[type(value)]) if type(value) in names else JSON_TEXT
 
 
-def resolved(part: Any, root: Mapping[str, Any]) -> Any:
+def _resolved(part: Any, root: Mapping[str, Any]) -> Any:
     """The part, or what its local reference (`#/$defs/Name`) leads to."""
     for _ in range(_MAX_DEPTH):
         reference = part.get("$ref") if isinstance(part, Mapping) else None
@@ -150,10 +150,5 @@ def resolved(part: Any, root: Mapping[str, Any]) -> Any:
 
 
 def _wrong(path: str, wanted: str, given: Any) -> WrongType:
-    return WrongType(f"{path} is not {wanted}: {quoted(given)}")
-
-
-def quoted(value: Any) -> str:
-    """The value as JSON for a message, cut to 60 characters."""
-    shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= 60 else shown[:60] + "..."
+    shown = json.dumps(given, ensure_ascii=False)
+    return WrongType(f"{path} is not {wanted}: {shown if len(shown) <= 60 else shown[:60] + '...'}")
