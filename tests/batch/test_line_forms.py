@@ -266,3 +266,21 @@ def test_an_observer_gets_every_line(tmp_path: Path) -> None:
     lines = [line(f"r{n}", chat("hi")) for n in range(200)]
     checked(joined(lines), tmp_path, observer=lambda position, _url, _body: seen.append(position))
     assert seen == list(range(200))
+
+
+def test_the_lines_after_the_last_observed_one_are_recognized_by_their_forms(
+    tmp_path: Path, num_parsed: Callable[[], int]
+) -> None:
+    """A batch that was cancelled while its file was checked had every further line parsed and judged: 2,000,000 lines
+    took minutes, and none of them was going to run."""
+    lines = joined([line(f"r{n % 2999}", chat(str(n)), temperature=0) for n in range(3000)])
+    seen: list[int] = []
+
+    def observe(position: int, _url: str, _body: dict[str, Any]) -> None:
+        seen.append(position)
+
+    report, index, plan = checked(lines, tmp_path, observer=observe, needs_observer=lambda: len(seen) < 5)
+    assert seen == [0, 1, 2, 3, 4]
+    assert num_parsed() < 20
+    expected, expected_index, expected_plan = checked(lines, tmp_path)
+    assert (shown(report), index, plan) == (shown(expected), expected_index, expected_plan)

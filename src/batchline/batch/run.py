@@ -303,6 +303,7 @@ class BatchRun:
             default_model=options.default_model,
             planner=planner,
             observer=_observer(judges, self._owner),
+            needs_observer=lambda: self._stop.unrun_error() is None,  # else no line runs
             should_stop=self._stop.shutdown.is_set,
         )
         for warning in dict.fromkeys(warning for judge in judges.values() for warning in judge.warnings()):
