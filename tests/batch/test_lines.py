@@ -76,6 +76,14 @@ def test_what_is_not_a_json_object_is_an_invalid_line(raw: bytes) -> None:
     assert error.param is None
 
 
+@pytest.mark.parametrize("line_end", [b"", b"\n", b"\r\n"])
+def test_a_line_that_is_cut_off_names_the_column_after_its_last_character(line_end: bytes) -> None:
+    """It was "at column 1", that of the next line, or "unexpected control character in string"."""
+    for raw, column in ((b'{"custom_id": 5', 16), (b'{"custom_id": "a', 17)):
+        message = error_of(raw + line_end).message
+        assert message == f"This line is not valid JSON: unexpected end of data at column {column}."
+
+
 def test_a_line_in_latin_1_is_named_as_one_with_the_byte_and_what_to_do() -> None:
     """It was "not valid JSON: str is not valid UTF-8 ... at column 1"."""
     error = error_of('{"custom_id": "caf\xe9"}'.encode("latin-1"))

@@ -80,8 +80,18 @@ def load_json(raw: bytes) -> object:
     try:
         return orjson.loads(raw)
     except orjson.JSONDecodeError as exc:
-        problem = _encoding_problem(raw) or f"This line is not valid JSON: {exc.msg} at column {exc.colno}."
+        problem = _encoding_problem(raw) or f"This line is not valid JSON: {syntax_problem(raw)}."
         raise LineError("invalid_json_line", problem) from exc
+
+
+def syntax_problem(raw: bytes) -> str:
+    """What is wrong with a line that is not JSON, and where. Its line end is left out, because the parser would report
+    column 1 of the next line, or a control character, for a line that is cut off."""
+    try:
+        orjson.loads(raw.rstrip(b"\r\n"))
+    except orjson.JSONDecodeError as exc:
+        return f"{exc.msg} at column {exc.colno:,}"
+    raise ValueError("The line is valid JSON.")
 
 
 def _encoding_problem(raw: bytes) -> str | None:

@@ -20,6 +20,7 @@ import orjson
 
 from batchline.batch.check import file_digest
 from batchline.batch.file_format import foreign_encoding
+from batchline.batch.lines import syntax_problem
 from batchline.errors import UsageError, counted
 from batchline.openai_api.parsing import WRITABLE_DEPTH, can_write_again
 from batchline.tables.rows import BLOCK_ROWS, Block, Row, Table, TableDamaged
@@ -272,7 +273,7 @@ def _object(text: bytes, line_number: int) -> Row:
         if _LONG_INTEGER.search(text):  # orjson makes floats of integers beyond 64 bits
             value = json.loads(text, parse_int=_integer_or_text)
     except orjson.JSONDecodeError as exc:
-        raise TableDamaged(f"line {line_number:,} is not valid JSON: {exc.msg} at column {exc.colno}.") from exc
+        raise TableDamaged(f"line {line_number:,} is not valid JSON: {syntax_problem(text)}.") from exc
     if not isinstance(value, dict):
         raise TableDamaged(f"line {line_number:,} is JSON, but not an object with the values of a row.")
     return value
