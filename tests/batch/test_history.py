@@ -62,3 +62,9 @@ def test_rates_over_time_have_few_points_and_lose_no_request() -> None:
     assert {rate.requests_per_s for rate in rates_over_time(waves) if rate.at >= 30} == {5}, "they are evened out"
     short = rates_over_time([sample(0, 0), sample(0.5, 2)])
     assert [rate.requests_per_s for rate in short] == [4]
+
+
+def test_rates_over_time_include_the_end_of_a_run() -> None:
+    """A plot of a run of four seconds ended after three, before most of its answers came."""
+    rates = rates_over_time([sample(0, 0), sample(2, 0), sample(3.1, 3), sample(4, 20)])
+    assert [(rate.at, rate.requests_per_s) for rate in rates] == [(2, 0), (3.1, 3 / 3.1), (4, 5)]

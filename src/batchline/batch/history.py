@@ -117,9 +117,10 @@ def mean_rates(samples: Sequence[Sample]) -> Rates | None:
 
 
 def rates_over_time(samples: Sequence[Sample], max_points: int = 120, window_s: float = 30.0) -> list[Rates]:
-    """The rates of a run at times of equal distance, each over at least the last half minute or since the start.
+    """The rates of a run at times of equal distance and at its end.
 
-    Over less time they would say little: answers come in waves, because those that begin together end together.
+    Each is over at least the last half minute, or since the start. Over less time they would say little: answers come
+    in waves, because those that begin together end together.
     """
     if len(samples) < 2:
         return []
@@ -127,13 +128,13 @@ def rates_over_time(samples: Sequence[Sample], max_points: int = 120, window_s: 
     found: list[Rates] = []
     start, latest = 0, samples[0].at
     for sample in samples[1:]:
-        if sample.at - latest < distance_s:
+        if sample.at - latest < distance_s and sample is not samples[-1]:
             continue
         latest = sample.at
         while sample.at - samples[start + 1].at >= max(window_s, distance_s):
             start += 1
         found.append(_rates(samples[start], sample))
-    return found or [_rates(samples[0], samples[-1])]
+    return found
 
 
 def _rates(first: Sample, last: Sample) -> Rates:
