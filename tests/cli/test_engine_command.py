@@ -224,7 +224,9 @@ def test_options_of_engines_need_an_engine(begun: list[subprocess.Popen[str]], r
     assert (done.returncode, "--engine-arg requires --engine" in done.stderr) == (2, True)
 
 
-def test_a_server_refuses_what_its_engine_cannot_do() -> None:
-    command = [sys.executable, "-m", "batchline", "serve", "m", "--engine", "vllm", "--max-batch-delay", "0.5"]
+@pytest.mark.parametrize("way", [("m", "--engine", "vllm"), ("--base-url", "http://127.0.0.1:1/v1")])
+def test_a_server_refuses_what_its_engine_cannot_do(way: tuple[str, ...]) -> None:
+    """With --base-url, it was ignored."""
+    command = [sys.executable, "-m", "batchline", "serve", *way, "--max-batch-delay", "0.5"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert (done.returncode, "have no effect: --max-batch-delay" in done.stderr) == (2, True)

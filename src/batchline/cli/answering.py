@@ -38,7 +38,8 @@ class Way(Protocol):
     """A group of options that chooses who answers the requests.
 
     option: the option that chooses it. who: what it is, for messages. takes: fields of `ModelOptions`, `MediaOptions`
-    and `BackendOptions` that have an effect with it. ignores: fields of `RunFileOptions` that have none.
+    and `BackendOptions` that have an effect with it. ignores: fields of `RunFileOptions` and `ServingOptions` that have
+    none.
     """
 
     option: ClassVar[str]

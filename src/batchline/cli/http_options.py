@@ -41,7 +41,7 @@ class HttpOptions:
     option: ClassVar[str] = "--base-url"
     who: ClassVar[str] = "another server"
     takes: ClassVar[frozenset[str]] = frozenset({"model"})
-    ignores: ClassVar[frozenset[str]] = frozenset()
+    ignores: ClassVar[frozenset[str]] = frozenset({"max_batch_delay"})
 
     base_url: Annotated[
         list[str],
