@@ -110,7 +110,10 @@ def test_failures_are_shown_with_examples_and_their_true_count(
     monkeypatch.setattr("batchline.batch.figures.MAX_FAILURE_LINES", 8)
     batch = write_lines(tmp_path / "in.jsonl", [b"no json", *(chat_line(f"r{n}", "bad") for n in range(9))])
     run_file(batch, tmp_path / "out", backend=refusing("bad"), report=tmp_path / "report.html")
-    text = Page(tmp_path / "report.html").text
+    page = Page(tmp_path / "report.html")
+    headings = [tag for tag, _ in page.tags if tag in {"h1", "h3"}]
+    assert headings == ["h1", "h3", "h3"], "the title, and a heading for each code: Failures was a second title"
+    text = page.text
     assert "Failures 400 9 requests custom_id Message r" in text
     assert "and 4 more with this code" in text
     assert "invalid_json_line 1 request custom_id Message – line 1 This line is not valid JSON" in text
