@@ -58,7 +58,7 @@ def status(
     if output is not None and not runs:
         raise UsageError(
             f"There is no record of a run that writes {output!r}. `batchline status` lists all runs. If the run had "
-            "another --state-dir, add this option."
+            "another --state-dir, add this option. A run in which every request failed leaves no record."
         )
     if watch:
         with suppress(KeyboardInterrupt):
