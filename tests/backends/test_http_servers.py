@@ -9,7 +9,7 @@ import socket
 from base64 import b64decode
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, closing, contextmanager
+from contextlib import AsyncExitStack, closing, contextmanager, suppress
 from typing import Any
 from unittest.mock import Mock
 from urllib.parse import urlsplit
@@ -449,6 +449,28 @@ async def test_a_probe_that_is_cancelled_at_any_moment_of_its_connection_ends_as
             was_running = asking.cancel()
             await asyncio.wait([asking])
             assert asking.cancelled() == was_running
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, "uvloop"])
+def test_a_rest_and_a_time_limit_that_end_at_once_are_no_fault(new_loop: Any) -> None:
+    """Bug: for a time that has come, uvloop's `call_at` returns a handle without `when`, and a request got an error."""
+
+    async def use() -> str:
+        backend = backend_of(f"http://127.0.0.1:{port}", request_timeout_s=30.0)
+        async with running(backend):
+            await backend.answer(chat())
+            assert backend._pool is not None
+            [server] = backend._pool.servers
+            for _ in range(3):
+                backend._pool.rest(server, 1e-5)
+            with suppress(ExchangeFailed):
+                await server.client.get("/v1/models", 1e-5)
+            return content(await backend.answer(chat()))
+
+    if new_loop == "uvloop":
+        new_loop = pytest.importorskip("uvloop").new_event_loop
+    with hostile_server() as (_, port), asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(use()) == "hello"
 
 
 async def test_a_server_that_was_killed_and_comes_back_gets_requests_again() -> None:

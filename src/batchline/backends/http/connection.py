@@ -136,7 +136,8 @@ class Connection(asyncio.Protocol):
         self._wants_events = False
         self._num_exchanges = 0
         self._deadline = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = 0.0
         self.idle_since = 0.0
         self._has_large_place = False
         self._begin_reply()
@@ -341,9 +342,10 @@ class Connection(asyncio.Protocol):
         """Let the exchange fail at a time. One timer serves many exchanges: it looks for the latest deadline when it
         runs, since nearly all of them have an answer long before."""
         self._deadline = deadline
-        if self._timer is None or deadline < self._timer.when():
+        if self._timer is None or deadline < self._timer_at:
             if self._timer is not None:
                 self._timer.cancel()
+            self._timer_at = deadline  # asked of the timer, it may not know: see `ServerPool._wake_after_rest`
             self._timer = self._loop.call_at(deadline, self._time_out)
 
     def _time_out(self) -> None:

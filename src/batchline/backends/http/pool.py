@@ -90,7 +90,8 @@ class ServerPool:
         self._loop = asyncio.get_running_loop()
         self._ticker: asyncio.Task[None] | None = None
         self._revivals: dict[Server, asyncio.Task[None]] = {}
-        self._wake: asyncio.TimerHandle | None = None
+        self._wake: asyncio.Handle | None = None
+        self._wakes_at = 0.0
 
     def start(self) -> None:
         """Begin to watch the servers."""
@@ -414,13 +415,15 @@ class ServerPool:
 
     def _wake_after_rest(self) -> None:
         """Give out places when the first resting server may get requests again."""
-        ends_at = self._balancer.next_end_of_rest(self._loop.time())
+        now = self._loop.time()
+        ends_at = self._balancer.next_end_of_rest(now)
         if ends_at is None:
             return
         if self._wake is not None:
-            if self._loop.time() < self._wake.when() <= ends_at and not self._wake.cancelled():
+            if now < self._wakes_at <= ends_at:
                 return
             self._wake.cancel()
+        self._wakes_at = ends_at  # for a time that has come, uvloop's `call_at` returns a handle that knows no time
         self._wake = self._loop.call_at(ends_at, self._end_rest)
 
     def _end_rest(self) -> None:
