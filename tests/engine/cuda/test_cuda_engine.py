@@ -149,6 +149,7 @@ def test_preempted_sequences_get_the_same_tokens(tmp_path: Path, recorder: Repea
     assert recorder.replayed > 0
 
 
+@pytest.mark.thorough
 def test_an_embedding_whose_last_chunk_is_one_token_is_not_overwritten(tmp_path: Path, recorder: RepeatedCalls) -> None:
     folder = make_model("llama", tmp_path, num_hidden_layers=1)
     prompts = [tuple(range(3, 20)), tuple(range(60, 77))]  # one more than a step holds
