@@ -24,6 +24,7 @@ from batchline.backends.http.backend import HttpBackend
 from batchline.backends.http.client import HttpClient
 from batchline.backends.http.config import HttpConfig, server_address, server_addresses
 from batchline.backends.http.connection import Connection, ExchangeFailed, LargeBodies, ReplyLimits
+from batchline.backends.http.pool import Want
 from batchline.backends.http.server import Health, probe
 from batchline.callers import EngineProgress, engine_progress
 from batchline.errors import BackendUnavailable, PeerError, UsageError
@@ -353,6 +354,27 @@ async def test_a_request_that_kills_its_server_is_found_and_costs_no_other_its_a
     # a server that is back before it is probed counts as one that lives
     assert lethal.parsed_body()["error"]["code"] in ("server_died", "connection_broken")
     assert {content(answer) for answer in others} == {f"good {n}" for n in range(40)}
+
+
+async def test_a_request_is_not_blamed_for_a_death_while_another_one_may_be_the_cause() -> None:
+    """Bug: the cause was no suspect where the server was back before it was probed, and another request got the blame
+    for its third kill."""
+    with hostile_server() as (_, port):
+        backend = backend_of(f"http://127.0.0.1:{port}")
+        async with running(backend):
+            servers = backend._pool
+            assert servers is not None
+            innocent = Want(among=servers.servers, num_breaks=2, num_deaths=2)
+            cause = Want(among=servers.servers, num_breaks=2, num_deaths=1)
+            for first, second in ((innocent, cause), (cause, innocent)):
+                places = [(await servers.place(want), want) for want in (first, second)]
+                assert not innocent.was_alone
+                for server, want in places:
+                    servers.give_back(server, want)
+            fresh = Want(among=servers.servers)
+            for want in (fresh, innocent):
+                await servers.place(want)
+            assert innocent.was_alone
 
 
 async def test_a_server_that_dies_over_a_used_connection_may_have_taken_the_request() -> None:

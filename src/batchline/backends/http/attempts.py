@@ -185,6 +185,7 @@ class ServerAttempts:
         elif isinstance(failure, AnswerInvalid):
             return self._counted(server, self._failure(502, f"The server {failure.reason}.", "invalid_answer"))
         else:
+            self._want.num_breaks += 1
             answer = self._failure(502, f"The server {failure.reason}.", "connection_broken")
         lives = await self._pool.lives(server)
         if not self._call.is_safe:

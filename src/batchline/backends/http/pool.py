@@ -49,16 +49,19 @@ _LOOK_BEHIND = 32
 class Want:
     """A request's wish for a place. among: the servers that can answer it. model: the one that it names, or gets.
     prefix: see `Balancer.choose`. failed_at: the servers where it has failed. waits: whether it waits for servers to
-    come back, and for its turn to be tried again. num_deaths: how many servers died while they had it."""
+    come back, and for its turn to be tried again. num_breaks: how many connections broke while they had it.
+    num_deaths: how many of these servers had died."""
 
     among: tuple[Server, ...]
     model: str | None = None
     prefix: object = None
     waits: bool = True
     failed_at: set[Server] = field(default_factory=set)
+    num_breaks: int = 0
     num_deaths: int = 0
     was_alone: bool = False
-    """Whether it was the only suspect in flight the last time."""
+    """Whether it was a suspect the last time, and no other request was in flight that a connection had broken with: a
+    server that comes back before it is probed has not died, as far as is known."""
 
     @property
     def is_suspect(self) -> bool:
@@ -82,6 +85,8 @@ class ServerPool:
         self._lines: dict[tuple[Server, ...], deque[_Waiter]] = {}
         self._among: dict[str, tuple[Server, ...]] = {}
         self._suspect: Want | None = None
+        self._broken: set[Want] = set()
+        """The requests in flight that a connection has broken with before."""
         self._is_paused = False
         self.last_answer_at = 0.0
         self.is_ending = False
@@ -152,6 +157,7 @@ class ServerPool:
     def give_back(self, server: Server, want: Want) -> None:
         """A request has left its server, in any way."""
         self._balancer.give_back(server)
+        self._broken.discard(want)
         if self._suspect is want:
             self._suspect = None
         self._pump()
@@ -210,7 +216,11 @@ class ServerPool:
         if not server.num_in_flight:
             server.quiet_since = self._loop.time()
         self._balancer.take(server)
-        want.was_alone = want.is_suspect
+        if want.num_breaks:
+            self._broken.add(want)
+            if self._suspect is not None:
+                self._suspect.was_alone = False
+        want.was_alone = want.is_suspect and len(self._broken) == 1
         if want.is_suspect:
             self._suspect = want
 
