@@ -98,6 +98,7 @@ class ServerAttempts:
         server = await self._pool.place(self._want)
         self._progress.has_started = True
         is_streaming = False
+        failure: ExchangeFailed | None = None
         began_at = self._loop.time()
         try:
             reply = await self._call.send(
@@ -113,8 +114,13 @@ class ServerAttempts:
             return answer
         finally:
             if not is_streaming:
-                self._pool.give_back(server, self._want)
-        return await self._after_failure(server, failure)
+                self._pool.leave(server)
+                if failure is None:
+                    self._pool.acquit(self._want)
+        try:
+            return await self._after_failure(server, failure)
+        finally:
+            self._pool.acquit(self._want)
 
     # Replies
 

@@ -156,11 +156,23 @@ class ServerPool:
 
     def give_back(self, server: Server, want: Want) -> None:
         """A request has left its server, in any way."""
+        self.leave(server)
+        self.acquit(want)
+
+    def leave(self, server: Server) -> None:
+        """As `give_back`, for a request that has failed: `acquit` it when it is known whether the server has died.
+
+        Until then, no suspect begins, because it could be blamed for the same death.
+        """
         self._balancer.give_back(server)
+        self._pump()
+
+    def acquit(self, want: Want) -> None:
+        """Suspects may begin again, if this request is one."""
         self._broken.discard(want)
         if self._suspect is want:
             self._suspect = None
-        self._pump()
+            self._pump()
 
     def _update(self, want: Want) -> None:
         """Choose a request's servers again, because their models may have changed since it came. If no server has its
