@@ -24,7 +24,7 @@ import torch
 from ceiling import Ceiling, ModelShape, decode_step_seconds, measure
 from workload import WORKLOADS, make_workload
 
-from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine.core import Engine
 from batchline.engine.request import GenerationRequest, SamplingParams
 
@@ -77,6 +77,7 @@ def _engine(model: str, options: argparse.Namespace) -> Engine:
             ),
             cache=CacheConfig(num_bytes=CACHE_BYTES, enable_prefix_caching=False),
             scheduler=SchedulerConfig(max_num_seqs=max(options.sizes)),
+            speculation=SpeculationConfig(mode="off"),  # a token a step for each sequence
         )
     )
 
