@@ -57,6 +57,7 @@ from batchline.engine.linear_layers import (
 from batchline.engine.media_encoders import FAMILIES
 from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
+from batchline.engine.native_head import use_native_head
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
 from batchline.errors import ModelLoadError, UnsupportedModel
@@ -342,6 +343,7 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
         use_int8_kernels(model, int8_kernels)
     if grouped_kernels is not None:
         use_grouped_kernels(model, grouped_kernels)
+    use_native_head(model, kernels, own)
     return whole_model_only_rounds(model, probe, kernels, own)
 
 

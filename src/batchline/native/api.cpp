@@ -75,6 +75,24 @@ void run_linear(const Runtime& runtime, const TypedKernels& kernels, const Linea
   });
 }
 
+struct HeadWork {
+  const HeadArgs& args;
+  const TypedKernels& kernels;
+  const void* panels;
+  Scratch scratch{kHeadScratch * sizeof(float)};
+
+  // Items: all tokens of a block of rows, then those of the next one.
+  void operator()(int64_t first, int64_t end) {
+    const int64_t token_items = divide_up(args.vocab, kHeadItemTokens);
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t row = i / token_items * kHeadItemRows, token = i % token_items * kHeadItemTokens;
+      const HeadItem item = {row, std::min(row + kHeadItemRows, args.rows), token,
+                             std::min(token + kHeadItemTokens, args.vocab)};
+      kernels.head(args, panels, item, static_cast<float*>(scratch.get()));
+    }
+  }
+};
+
 struct AttendWork {
   const AttentionArgs& args;
   const TypedKernels& kernels;
@@ -187,6 +205,19 @@ __attribute__((visibility("default"))) int batchline_rms_norm(const Runtime* run
 __attribute__((visibility("default"))) int batchline_linear(const Runtime* runtime, int dtype, const LinearArgs* a) {
   run_linear(*runtime, runtime->typed(dtype), *a);
   return kDone;
+}
+
+__attribute__((visibility("default"))) int batchline_head(const Runtime* runtime, int dtype, const HeadArgs* a) {
+  return without_throwing([&] {
+    const TypedKernels& kernels = runtime->typed(dtype);
+    const int64_t row_bytes = round_up(a->inputs, 2) * (dtype == kBFloat16 ? 2 : 4);
+    Scratch panels(static_cast<size_t>(round_up(a->rows, kPanel) * row_bytes));
+    kernels.pack_rows(*a, panels.get());
+    const HeadWork work{*a, kernels, panels.get()};
+    const int64_t items = divide_up(a->rows, kHeadItemRows) * divide_up(a->vocab, kHeadItemTokens);
+    parallel_ranges(runtime->run_parallel, items, 1, work);
+    return kDone;
+  });
 }
 
 __attribute__((visibility("default"))) int batchline_rotary(const Runtime* runtime, int dtype, const RotaryArgs* a) {

@@ -53,6 +53,25 @@ struct LinearArgs {
   int64_t num_panels() const { return divide_up(outputs, kPanel) * (is_gated() ? 2 : 1); }
 };
 
+// logits = x * weight^T + bias, in floats. The weight is as the model has it, because it is often the embedding table,
+// too.
+struct HeadArgs {
+  const void* x;       // (rows, inputs)
+  const void* weight;  // (vocab, inputs)
+  const void* bias;    // (vocab), of x's type; null: none
+  float* logits;       // (rows, vocab), contiguous
+  int64_t rows, inputs, vocab;
+  int64_t x_stride, weight_stride;
+};
+
+// Rows [first_row, end_row) of x, and weights and logits [first, end) of the vocabulary, for one core.
+struct HeadItem {
+  int64_t first_row, end_row, first, end;
+};
+
+constexpr int64_t kHeadItemRows = 256, kHeadItemTokens = 96;
+constexpr int64_t kHeadScratch = kHeadItemTokens * (kHeadItemRows + kPanel);  // floats
+
 constexpr int64_t kMaxItemRows = 96;
 
 // Rows [first_row, end_row) and panels [first_panel, end_panel) of a product, for one core. Without AMX, there are at most

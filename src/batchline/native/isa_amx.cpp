@@ -31,9 +31,11 @@ constexpr int kLinearPanels = 4;  // even: gate and up go together
 #include "product.inc.h"
 #include "epilogue.inc.h"
 #include "linear.inc.h"
+#include "head.inc.h"
 #define TILE_PRODUCT _tile_dpbf16ps
 #include "tiles.inc.h"
 #include "linear_amx.inc.h"
+#include "head_amx.inc.h"
 #include "attention.inc.h"
 #include "attention_amx.inc.h"
 #include "layer_norm.inc.h"

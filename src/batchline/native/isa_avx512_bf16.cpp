@@ -29,6 +29,7 @@ constexpr int kLinearPanels = 4;  // even: gate and up go together
 #include "product.inc.h"
 #include "epilogue.inc.h"
 #include "linear.inc.h"
+#include "head.inc.h"
 #include "attention.inc.h"
 #include "layer_norm.inc.h"
 #include "encoder.inc.h"

@@ -21,6 +21,7 @@ constexpr int kLinearPanels = 2;  // even: gate and up go together
 #include "product.inc.h"
 #include "epilogue.inc.h"
 #include "linear.inc.h"
+#include "head.inc.h"
 #include "attention.inc.h"
 #include "layer_norm.inc.h"
 #include "encoder.inc.h"

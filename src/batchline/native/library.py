@@ -59,6 +59,15 @@ class LinearArgs(ctypes.Structure):
     ]
 
 
+class HeadArgs(ctypes.Structure):
+    """Mirrors the structure of the same name in `arguments.h`."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "logits")),
+        *((name, ctypes.c_int64) for name in ("rows", "inputs", "vocab", "x_stride", "weight_stride")),
+    ]
+
+
 class CacheArgs(ctypes.Structure):
     """Mirrors the structure of the same name in `arguments.h`."""
 
@@ -234,6 +243,24 @@ class NativeKernels:
         record(Kernel.LINEAR, self._runtime, dtype, args)
         check(self._library.batchline_linear(self._runtime, dtype, ctypes.byref(args)))
 
+    def head(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """logits = x @ weight^T + bias. x: (rows, inputs); weight: (vocab, inputs); bias: (vocab,) or None, all of one
+        type; logits: (rows, vocab) float32, contiguous.
+
+        Raises: torch.OutOfMemoryError.
+        """
+        args = HeadArgs(
+            x.data_ptr(),
+            weight.data_ptr(),
+            _pointer(bias),
+            logits.data_ptr(),
+            *x.shape,
+            len(weight),
+            x.stride(0),
+            weight.stride(0),
+        )
+        check(self._library.batchline_head(self._runtime, DTYPES[x.dtype], ctypes.byref(args)))
+
     def rotary_and_write(
         self,
         query: torch.Tensor,
@@ -354,7 +381,7 @@ def load_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(path))
     library.batchline_open.restype = ctypes.c_void_p
     library.batchline_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    for name in ("rms_norm", "linear", "rotary", "attention", "replay"):
+    for name in ("rms_norm", "linear", "head", "rotary", "attention", "replay"):
         getattr(library, f"batchline_{name}").restype = ctypes.c_int
     library.batchline_replay.argtypes = [ctypes.POINTER(RecordedCall), ctypes.c_int64, ctypes.c_int]
     return library

@@ -17,11 +17,18 @@ void add_last_inputs(const LinearArgs& a, Sums<1, kPanels>& sums, int64_t row, i
   if (a.inputs % pair > 0) multiply_first_of_pair<BFloat16>(sums, x + pairs * pair, a.x_stride, b);
 }
 
+// A row's sums over all inputs. in_tile: those over whole tiles.
 template <int kPanels>
-void finish_tiled_row(const LinearArgs& a, const float* in_tile, int64_t row, int64_t panel) {
+Sums<1, kPanels> whole_sums(const LinearArgs& a, const float* in_tile, int64_t row, int64_t panel) {
   Sums<1, kPanels> sums;
   for (int c = 0; c < kPanels; ++c) sums.at[0][c] = load(in_tile + c * kPanel);
   if (a.inputs % kTileInputs > 0) add_last_inputs(a, sums, row, panel);
+  return sums;
+}
+
+template <int kPanels>
+void finish_tiled_row(const LinearArgs& a, const float* in_tile, int64_t row, int64_t panel) {
+  Sums<1, kPanels> sums = whole_sums<kPanels>(a, in_tile, row, panel);
   if (finishes_whole<kPanels>(a, panel)) {
     finish_whole<BFloat16>(a, sums, row, panel);
   } else {
@@ -29,12 +36,15 @@ void finish_tiled_row(const LinearArgs& a, const float* in_tile, int64_t row, in
   }
 }
 
+inline TiledLinear tiled(const LinearArgs& a) {
+  constexpr auto bytes = static_cast<int64_t>(sizeof(BFloat16));
+  return {static_cast<const char*>(a.x), a.x_stride * bytes, static_cast<const char*>(a.panels),
+          divide_up(a.inputs, kPair<BFloat16>) * kPanelRow * bytes, a.inputs / kTileInputs, 0};
+}
+
 template <>
 void linear<BFloat16>(const LinearArgs& a, const LinearItem& item) {
-  constexpr auto bytes = static_cast<int64_t>(sizeof(BFloat16));
-  const TiledLinear tiled{static_cast<const char*>(a.x), a.x_stride * bytes, static_cast<const char*>(a.panels),
-                          divide_up(a.inputs, kPair<BFloat16>) * kPanelRow * bytes, a.inputs / kTileInputs, 0};
-  multiply_tiles<float>(tiled, item, [&](const float* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
+  multiply_tiles<float>(tiled(a), item, [&](const float* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
     for (; row < end_row; ++row, sums += panels.value * kPanel) finish_tiled_row<panels.value>(a, sums, row, panel);
   });
 }
