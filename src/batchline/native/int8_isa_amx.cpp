@@ -3,6 +3,7 @@
 #include "int8_kernels.h"
 
 #if defined(__linux__) && (defined(__clang__) || __GNUC__ >= 11)
+#include <algorithm>
 #include <immintrin.h>
 
 #if defined(__clang__)

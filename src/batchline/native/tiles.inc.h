@@ -81,12 +81,13 @@ inline void clear_sums() {
   _tile_zero(3);
 }
 
-// A tile's depth of two blocks of x and one or two panels. Each tile is used twice once it is loaded.
+// A tile's depth of two blocks of x and one or two panels. Each tile is used twice once it is loaded. x is read past the
+// first-level cache, so that the panels stay there for the next blocks.
 template <int kPanels>
 inline void add_two_blocks(const char* x, const char* second_x, int64_t x_stride, const char* b, const char* second_b) {
   _tile_loadd(6, b, kTileBytes);
-  _tile_loadd(4, x, x_stride);
-  _tile_loadd(5, second_x, x_stride);
+  _tile_stream_loadd(4, x, x_stride);
+  _tile_stream_loadd(5, second_x, x_stride);
   TILE_PRODUCT(0, 4, 6);
   TILE_PRODUCT(2, 5, 6);
   if constexpr (kPanels == 2) {
@@ -96,15 +97,17 @@ inline void add_two_blocks(const char* x, const char* second_x, int64_t x_stride
   }
 }
 
-// More than 16 rows, at most 32, against one or two panels. sums: (32, kPanels * kPanel).
-template <int kPanels, class Sum>
-void multiply_two_blocks(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums) {
+// More than 16 rows, at most 32, against one or two panels. sums: (32, kPanels * kPanel). meanwhile() is called at each of
+// the depth's whole tiles.
+template <int kPanels, class Sum, class Meanwhile>
+void multiply_two_blocks(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums, Meanwhile meanwhile) {
   const char *x = a.x_row(row), *second_x = a.x_row(row + kTileRowCount);
   const char *b = a.panel(panel), *second_b = a.panel(panel + kPanels - 1);
   clear_sums();
   for (int64_t i = 0; i < a.num_tiles; ++i, x += kTileBytes, second_x += kTileBytes) {
     const int64_t offset = i * kTileRowCount * kTileBytes;
     add_two_blocks<kPanels>(x, second_x, a.x_stride, b + offset, second_b + offset);
+    meanwhile();
   }
   if (a.last_rows > 0) {
     const LastWeights last(a, panel), second_last(a, panel + kPanels - 1);
@@ -169,18 +172,51 @@ void for_panels(const LinearItem& item, Run run) {
   for (; panel < item.end_panel; ++panel) run(panel, Count<1>{});
 }
 
+// Sums that are not finished yet. A few rows at a time are finished between the products of the next block: the processor
+// multiplies tiles beside its other work, but does not look so far ahead by itself.
+template <class Sum, int kPanels, class Finish>
+class Unfinished {
+ public:
+  explicit Unfinished(const Finish& finish) : finish_(finish) {}
+
+  void start(const Sum* sums, int64_t row, int64_t end_row, int64_t panel) {
+    sums_ = sums;
+    row_ = row;
+    end_row_ = end_row;
+    panel_ = panel;
+  }
+
+  void finish(int64_t most_rows) {
+    if (row_ == end_row_) return;
+    const int64_t end = std::min(row_ + most_rows, end_row_);
+    finish_(sums_, row_, end, panel_, Count<kPanels>{});
+    sums_ += (end - row_) * kPanels * kPanel;
+    row_ = end;
+  }
+
+ private:
+  const Finish& finish_;
+  const Sum* sums_ = nullptr;
+  int64_t row_ = 0, end_row_ = 0, panel_ = 0;
+};
+
 // finish(sums, first row, end of the rows, first panel, Count of panels) gets the sums (rows, panels * kPanel) of a few
 // rows and panels at a time. Nothing is fetched ahead: the processor itself does that better for tiles.
 template <class Sum, class Finish>
 void multiply_tiles(const TiledLinear& a, const LinearItem& item, Finish finish) {
   static constexpr TileShapes kWholeBlocks = linear_shapes(kTileRowCount, kTileRowCount);
-  alignas(64) Sum sums[kTwoBlocks * 2 * kPanel];
+  alignas(64) Sum both_sums[2][kTwoBlocks * 2 * kPanel];  // in turn
+  const int64_t rows_a_tile = divide_up(kTwoBlocks, std::max<int64_t>(1, a.num_tiles));
   const auto two_blocks = [&](int64_t first_row, int64_t end_row) {
     for_panels<2>(item, [&](int64_t panel, auto count) {
+      Unfinished<Sum, count.value, Finish> before(finish);
       for (int64_t row = first_row; row < end_row; row += kTwoBlocks) {
-        multiply_two_blocks<count.value>(a, row, panel, sums);
-        finish(sums, row, row + kTwoBlocks < end_row ? row + kTwoBlocks : end_row, panel, count);
+        Sum* sums = both_sums[(row - first_row) / kTwoBlocks % 2];
+        multiply_two_blocks<count.value>(a, row, panel, sums, [&] { before.finish(rows_a_tile); });
+        before.finish(kTwoBlocks);  // what is left
+        before.start(sums, row, std::min(row + kTwoBlocks, end_row), panel);
       }
+      before.finish(kTwoBlocks);
     });
   };
   const int64_t rest = (item.end_row - item.first_row) % kTwoBlocks, rest_row = item.end_row - rest;
@@ -192,8 +228,8 @@ void multiply_tiles(const TiledLinear& a, const LinearItem& item, Finish finish)
   } else if (rest > 0) {
     tiles.reshape(linear_shapes(rest, 0));
     for_panels<4>(item, [&](int64_t panel, auto count) {
-      multiply_block<count.value>(a, rest_row, panel, sums);
-      finish(sums, rest_row, item.end_row, panel, count);
+      multiply_block<count.value>(a, rest_row, panel, both_sums[0]);
+      finish(both_sums[0], rest_row, item.end_row, panel, count);
     });
   }
 }
