@@ -171,6 +171,44 @@ def test_a_row_of_a_product_does_not_depend_on_the_rows_around_it(kernels: Nativ
         assert torch.equal(alone[0], together[row])
 
 
+HEAD_SHAPES = [(1, 8, 5), (2, 33, 100), (8, 77, 97), (9, 96, 96), (17, 576, 32), (40, 50, 200), (300, 33, 130)]
+
+
+@pytest.mark.parametrize(("rows", "inputs", "vocab"), HEAD_SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_logits_are_the_product_in_float32(
+    kernels: NativeKernels, dtype: torch.dtype, rows: int, inputs: int, vocab: int, has_bias: bool
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = (full_of_nan_beyond(torch.randn(count, inputs).to(dtype)) for count in (rows, vocab))
+    bias = torch.randn(vocab).to(dtype) if has_bias else None
+    logits = torch.full((rows, vocab), torch.nan)
+    kernels.head(x, weight, bias, logits)
+    expected = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=1e-4)  # bfloat16 is not rounded to, either
+
+
+def full_of_nan_beyond(numbers: torch.Tensor) -> torch.Tensor:
+    """The same rows in memory that holds NaN after each of them."""
+    wider = numbers.new_full((len(numbers), numbers.shape[1] + 3), torch.nan)
+    wider[:, :-3] = numbers
+    return wider[:, :-3]
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 40])
+def test_a_row_that_is_not_finite_leaves_the_other_logits_alone(
+    kernels: NativeKernels, dtype: torch.dtype, count: int
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(count + 1, 64).to(dtype), torch.randn(200, 64).to(dtype)
+    logits, broken = torch.empty(2, count + 1, 200)
+    kernels.head(x, weight, None, logits)
+    x[count] = torch.nan
+    kernels.head(x, weight, None, broken)
+    assert torch.equal(broken[:count], logits[:count])
+    assert broken[count].isnan().all()
+
+
 @dataclass(frozen=True)
 class Heads:
     """Shape of an attention layer."""

@@ -29,6 +29,7 @@ int batchline_is_supported(int isa);
 const Runtime* batchline_open(int isa, RunParallel);
 int batchline_rms_norm(const Runtime*, int dtype, const RmsNormArgs*);
 int batchline_linear(const Runtime*, int dtype, const LinearArgs*);
+int batchline_head(const Runtime*, int dtype, const HeadArgs*);
 int batchline_rotary(const Runtime*, int dtype, const RotaryArgs*);
 int batchline_attention(const Runtime*, int dtype, const AttentionArgs*, int num_threads);
 int batchline_replay(const RecordedCall*, int64_t num_calls, int num_threads);
@@ -129,6 +130,17 @@ void try_norm_and_linear(const Runtime* runtime, int dtype) {
       require(again == product, "a replayed call gives the same numbers");
       require(batchline_replay(calls, 3, kThreads) == 1, "an unknown kernel is refused");
     }
+  }
+}
+
+template <class T>
+void try_head(const Runtime* runtime, int dtype) {
+  for (const auto& [rows, inputs, vocab] : {std::array<int64_t, 3>{1, 1, 1}, {8, 33, 97}, {9, 64, 48}, {301, 101, 130}}) {
+    Numbers<T> x(rows * inputs), weight(vocab * inputs), bias(vocab);
+    Numbers<float> logits(rows * vocab);
+    const HeadArgs head{x.get(), weight.get(), bias.get(), logits.get(), rows, inputs, vocab, inputs, inputs};
+    require(batchline_head(runtime, dtype, &head) == 0, "head");
+    logits.require_finite("head");
   }
 }
 
@@ -341,6 +353,8 @@ int main() {
     const Runtime *runtime = batchline_open(isa, run_on_threads), *serial = batchline_open(isa, nullptr);
     try_norm_and_linear<float>(runtime, 0);
     try_norm_and_linear<BFloat16>(runtime, 1);
+    try_head<float>(runtime, 0);
+    try_head<BFloat16>(runtime, 1);
     try_attention<float>(runtime, serial, 0);
     try_attention<BFloat16>(runtime, serial, 1);
     try_encoder<float>(isa, 0);
