@@ -23,7 +23,7 @@ ContentFormat = Literal["auto", "string", "openai"]
 SpecialTokensInContent = Literal["allow", "escape", "refuse"]
 
 MAX_SPECULATIVE_TOKENS = 31
-"""Together with the token before them, they fill the largest step whose kernel calls can be replayed."""
+"""Together with the token before them, they fill the largest step with guesses (`speculation.MAX_ROWS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.layer_families import ACTIVATIONS, LayerFamily, family_of
 from batchline.engine.linear_layers import AnyLinear, LinearFormat, picked
 from batchline.engine.native_cache import NativeLayout
-from batchline.engine.replay import MAX_ROWS, DecodeReplay, Rotary
+from batchline.engine.replay import MAX_ROWS, Rotary, StepReplay
 from batchline.native.library import NativeKernels
 from batchline.native.packing import Gate
 
@@ -128,8 +128,8 @@ class FusedStack(nn.Module):
         self._layers = layers
         self._rotary_by_type = rotary_by_type
         self._workspace: Workspace | None = None
-        self._decode_workspace: Workspace | None = None
-        self._decodes = DecodeReplay()
+        self._kept_workspace: Workspace | None = None
+        self._replay = StepReplay()
 
     def forward(
         self,
@@ -147,11 +147,12 @@ class FusedStack(nn.Module):
         rotaries = [(position_embeddings[0][0], position_embeddings[1][0])]
         if self._rotary_by_type is not None:
             rotaries += self._other_rotaries(self._rotary_by_type, hidden_states, position_ids)
-        if added is None and self._decodes.takes(step_layout):
-            if self._decode_workspace is None:
-                self._decode_workspace = Workspace(self._layers[0], hidden_states[0], MAX_ROWS)
-            layers = partial(self._run, self._decode_workspace)
-            x, delta = self._decodes(layers, hidden_states[0], rotaries, step_layout)
+        if added is None and self._replay.takes(step_layout):
+            if self._kept_workspace is None:
+                self._kept_workspace = Workspace(self._layers[0], hidden_states[0], MAX_ROWS)
+            layers = partial(self._run, self._kept_workspace)
+            x, has_delta = self._replay(layers, hidden_states[0], rotaries, step_layout)
+            delta = self._kept_workspace.rows(self._layers[0], len(x)).delta if has_delta else None
             x = x.clone() if delta is None else x.add(delta, alpha=self._layers[-1].residual_scale)
             return x.unsqueeze(0)
         x = hidden_states[0].clone()  # updated in place from layer to layer

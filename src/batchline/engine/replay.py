@@ -1,9 +1,9 @@
-"""Runs steps of a few decodes as one native call.
+"""Runs the layers of small steps as one native call.
 
-Such a step is hundreds of short kernel calls, and Python between them takes longer than some of them. The calls depend
-only on the number of sequences. They are recorded once for each number, on buffers of their own. A later step copies
-its inputs into these buffers and replays the calls. Work that torch does between the calls would be lost, so layers
-with such work are never replayed.
+Such a step is hundreds of short kernel calls, and Python between them takes longer than some of them, above all while
+other threads want the interpreter. Which calls there are does not depend on the step. They are recorded once, on buffers
+of their own. A later step copies its inputs into these buffers and replays the calls on its own number of rows. Work
+that torch does between the calls would be lost, so layers with such work are never replayed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.native.library import Replay, recording
 
-MAX_ROWS = 32
-"""Steps with more sequences are not recorded: their kernels take so long that Python between them does not matter."""
+MAX_ROWS = 512
+"""Steps with more rows are not replayed: their kernels take so long that Python between them does not matter."""
 
 MIN_TABLE = 4096
 
@@ -28,15 +28,15 @@ Rotary = tuple[torch.Tensor, torch.Tensor]
 
 Layers = Callable[[torch.Tensor, Sequence[Rotary], NativeLayout], torch.Tensor | None]
 """Runs all layers on (num_tokens, hidden), in place, with buffers that are never moved, for at most MAX_ROWS rows.
-Returns one of the buffers: what is to be added to the rows; None if nothing is."""
+Returns what is to be added to the rows: the first rows of one of the buffers; None if nothing is."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """The calls of steps with one number of rows, and the result that they write."""
+    """The calls of steps, and whether they leave something to be added to the rows."""
 
     replay: Replay
-    delta: torch.Tensor | None
+    has_delta: bool
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no annotations for it
@@ -55,55 +55,54 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no
         return func(*args, **(kwargs or {}))
 
 
-class DecodeReplay:
-    """Runs a model's layers on steps of a few decodes."""
+class StepReplay:
+    """Runs a model's layers on small steps."""
 
     def __init__(self) -> None:
         self._is_possible = True
-        self._recorded: dict[int, _Recorded] = {}
+        self._recorded: dict[bool, _Recorded] = {}
         self._x = torch.empty(0)
         self._rotaries: list[Rotary] = []
         self._layout: NativeLayout | None = None
 
     def takes(self, layout: NativeLayout) -> bool:
-        """Whether a step is one that can be replayed: every sequence has one query."""
-        num_rows = len(layout.slots)
-        is_small = num_rows <= MAX_ROWS and num_rows == len(layout.segments)
-        return self._is_possible and is_small and layout.both_ways is None
+        """Whether a step is one that can be replayed."""
+        return self._is_possible and len(layout.slots) <= MAX_ROWS and layout.both_ways is None
 
     def __call__(
         self, layers: Layers, x: torch.Tensor, rotaries: Sequence[Rotary], layout: NativeLayout
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What all layers make of x, (num_tokens, hidden), and what is to be added to it; the next step overwrites
-        both. layers: the same ones every time. x: unchanged. layout: one that `takes` accepts."""
+    ) -> tuple[torch.Tensor, bool]:
+        """What all layers make of x, (num_tokens, hidden), and whether they leave something to be added to it in their
+        buffer; the next step overwrites both. layers: the same ones every time. x: unchanged. layout: one that `takes`
+        accepts."""
         inputs = self._put(x, rotaries, layout)
-        recorded = self._recorded.get(len(x))
-        if recorded is None:
-            with recording() as made, _Watch() as watch:  # type: ignore[no-untyped-call]
-                delta = layers(*inputs)
-            if watch.found:
-                self._is_possible = False
-            else:
-                self._recorded[len(x)] = _Recorded(made.finish(), delta)
-            return inputs[0], delta
-        recorded.replay()
-        return inputs[0], recorded.delta
+        has_rows = len(x) > 1  # a single row says nothing of the distance to the next one
+        recorded = self._recorded.get(has_rows)
+        if recorded is not None:
+            recorded.replay(len(x), len(layout.segments))
+            return inputs[0], recorded.has_delta
+        with recording() as made, _Watch() as watch:  # type: ignore[no-untyped-call]
+            has_delta = layers(*inputs) is not None
+        if watch.found:
+            self._is_possible = False
+        else:
+            self._recorded[has_rows] = _Recorded(made.finish(), has_delta)
+        return inputs[0], has_delta
 
     def _put(
         self, x: torch.Tensor, rotaries: Sequence[Rotary], layout: NativeLayout
     ) -> tuple[torch.Tensor, list[Rotary], NativeLayout]:
         """Copy a step's inputs to where the recorded calls read them. Returns the copies."""
-        num_rows, num_blocks = len(x), len(layout.tables)
+        num_rows, num_segments, num_blocks = len(x), len(layout.segments), len(layout.tables)
         own = self._layout
         if own is None or own.cache is not layout.cache or num_blocks > len(own.tables):
             own = self._layout = self._new_buffers(x, rotaries, layout.cache, num_blocks)
-        own.tables[:num_blocks] = layout.tables
-        pairs = [(self._x, x), (own.slots, layout.slots), (own.segments, layout.segments)]
+        pairs = [(self._x, x), (own.slots, layout.slots), (own.segments, layout.segments), (own.tables, layout.tables)]
         for kept, rotary in zip(self._rotaries, rotaries, strict=True):
             pairs += zip(kept, rotary, strict=True)
         for to, given in pairs:
-            to[:num_rows] = given
-        copied = NativeLayout(own.cache, own.slots[:num_rows], own.segments[:num_rows], own.tables[:num_blocks])
+            to[: len(given)] = given
+        copied = NativeLayout(own.cache, own.slots[:num_rows], own.segments[:num_segments], own.tables[:num_blocks])
         return self._x[:num_rows], [(cos[:num_rows], sin[:num_rows]) for cos, sin in self._rotaries], copied
 
     def _new_buffers(

@@ -25,7 +25,7 @@ from batchline.engine.step import Step
 from batchline.engine.step_results import SequenceResult
 
 MAX_ROWS = 32
-"""Rows of a step with guesses. Larger steps are slower row by row (`replay.MAX_ROWS`)."""
+"""Rows of a step with guesses. Further rows make a step so much longer that guesses rarely pay."""
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
 """The numbers of rows of steps with guesses. There are few, because the calls of each must be recorded, and its time

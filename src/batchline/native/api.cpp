@@ -75,6 +75,14 @@ void run_linear(const Runtime& runtime, const TypedKernels& kernels, const Linea
   });
 }
 
+// The call with another number of rows.
+template <class Args, class Call>
+int with_rows(const RecordedCall& recorded, int64_t num_rows, Call call) {
+  Args args = *static_cast<const Args*>(recorded.args);
+  args.rows = num_rows;
+  return call(&args);
+}
+
 struct HeadWork {
   const HeadArgs& args;
   const TypedKernels& kernels;
@@ -235,33 +243,38 @@ __attribute__((visibility("default"))) int batchline_attention(const Runtime* ru
   });
 }
 
-// Calls in order, until one fails.
-__attribute__((visibility("default"))) int batchline_replay(const RecordedCall* calls, int64_t num_calls,
-                                                            int num_threads) {
+// Calls in order, until one fails, with other numbers of rows and segments than when they were recorded.
+__attribute__((visibility("default"))) int batchline_replay(const RecordedCall* calls, int64_t num_calls, int64_t num_rows,
+                                                            int64_t num_segments, int num_threads) {
   for (const RecordedCall* call = calls; call < calls + num_calls; ++call) {
     const auto* runtime = static_cast<const Runtime*>(call->runtime);
     const int dtype = static_cast<int>(call->dtype);
     int status = kOutOfRange;  // no such kernel
     switch (call->kernel) {
       case kRmsNorm:
-        status = batchline_rms_norm(runtime, dtype, static_cast<const RmsNormArgs*>(call->args));
+        status = with_rows<RmsNormArgs>(*call, num_rows, [&](const auto* a) { return batchline_rms_norm(runtime, dtype, a); });
         break;
       case kLinear:
-        status = batchline_linear(runtime, dtype, static_cast<const LinearArgs*>(call->args));
+        status = with_rows<LinearArgs>(*call, num_rows, [&](const auto* a) { return batchline_linear(runtime, dtype, a); });
         break;
       case kRotary:
-        status = batchline_rotary(runtime, dtype, static_cast<const RotaryArgs*>(call->args));
+        status = with_rows<RotaryArgs>(*call, num_rows, [&](const auto* a) { return batchline_rotary(runtime, dtype, a); });
         break;
-      case kAttention:
-        status = batchline_attention(runtime, dtype, static_cast<const AttentionArgs*>(call->args), num_threads);
+      case kAttention: {
+        AttentionArgs a = *static_cast<const AttentionArgs*>(call->args);
+        a.num_segments = num_segments;
+        status = batchline_attention(runtime, dtype, &a, num_threads);
         break;
+      }
       case kInt8Linear:
-        status = batchline_int8_linear(static_cast<const Int8Runtime*>(call->runtime), dtype,
-                                       static_cast<const Int8LinearArgs*>(call->args));
+        status = with_rows<Int8LinearArgs>(*call, num_rows, [&](const auto* a) {
+          return batchline_int8_linear(static_cast<const Int8Runtime*>(call->runtime), dtype, a);
+        });
         break;
       case kGroupedLinear:
-        status = batchline_grouped_linear(static_cast<const GroupedRuntime*>(call->runtime), dtype,
-                                          static_cast<const GroupedLinearArgs*>(call->args));
+        status = with_rows<GroupedLinearArgs>(*call, num_rows, [&](const auto* a) {
+          return batchline_grouped_linear(static_cast<const GroupedRuntime*>(call->runtime), dtype, a);
+        });
         break;
     }
     if (status != kDone) return status;

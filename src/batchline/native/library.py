@@ -132,7 +132,8 @@ class RecordedCall(ctypes.Structure):
 class Recording:
     """Kernel calls that can be repeated in one native call, without Python between them.
 
-    A call is repeated with the same pointers and sizes. So all its tensors must still exist, at the same place.
+    A call is repeated with the same pointers, and with the same sizes but for the number of rows. So all its tensors
+    must still exist, at the same place.
     """
 
     def __init__(self) -> None:
@@ -156,11 +157,13 @@ class Replay:
         self._calls = calls
         self._args = args
 
-    def __call__(self) -> None:
-        """Repeat all calls in order. Raises: torch.OutOfMemoryError."""
+    def __call__(self, num_rows: int, num_segments: int) -> None:
+        """Repeat all calls in order, on so many rows of the same tensors. num_segments: of attention. Raises:
+        torch.OutOfMemoryError."""
         library = load_library()
         assert library is not None, "recorded calls have a library"
-        check(library.batchline_replay(self._calls, len(self._calls), torch.get_num_threads()))
+        threads = torch.get_num_threads()
+        check(library.batchline_replay(self._calls, len(self._calls), num_rows, num_segments, threads))
 
 
 class _Current(threading.local):
@@ -383,7 +386,7 @@ def load_library() -> ctypes.CDLL | None:
     library.batchline_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
     for name in ("rms_norm", "linear", "head", "rotary", "attention", "replay"):
         getattr(library, f"batchline_{name}").restype = ctypes.c_int
-    library.batchline_replay.argtypes = [ctypes.POINTER(RecordedCall), ctypes.c_int64, ctypes.c_int]
+    library.batchline_replay.argtypes = [ctypes.POINTER(RecordedCall), *[ctypes.c_int64] * 3, ctypes.c_int]
     return library
 
 

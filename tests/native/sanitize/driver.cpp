@@ -32,7 +32,7 @@ int batchline_linear(const Runtime*, int dtype, const LinearArgs*);
 int batchline_head(const Runtime*, int dtype, const HeadArgs*);
 int batchline_rotary(const Runtime*, int dtype, const RotaryArgs*);
 int batchline_attention(const Runtime*, int dtype, const AttentionArgs*, int num_threads);
-int batchline_replay(const RecordedCall*, int64_t num_calls, int num_threads);
+int batchline_replay(const RecordedCall*, int64_t num_calls, int64_t num_rows, int64_t num_segments, int num_threads);
 int batchline_int8_is_supported(int isa);
 const Int8Runtime* batchline_int8_open(int isa, RunParallel);
 int batchline_int8_linear(const Int8Runtime*, int dtype, const Int8LinearArgs*);
@@ -126,9 +126,9 @@ void try_norm_and_linear(const Runtime* runtime, int dtype) {
       LinearArgs same = linear;
       same.out = again.get();
       const RecordedCall calls[] = {{kLinear, dtype, runtime, &linear}, {kLinear, dtype, runtime, &same}, {-1, dtype, runtime, &same}};
-      require(batchline_replay(calls, 2, kThreads) == 0, "replay");
+      require(batchline_replay(calls, 2, rows, 0, kThreads) == 0, "replay");
       require(again == product, "a replayed call gives the same numbers");
-      require(batchline_replay(calls, 3, kThreads) == 1, "an unknown kernel is refused");
+      require(batchline_replay(calls, 3, rows, 0, kThreads) == 1, "an unknown kernel is refused");
     }
   }
 }
