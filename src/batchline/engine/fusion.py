@@ -27,11 +27,11 @@ from batchline.engine.layer_families import ACTIVATIONS, LayerFamily, family_of
 from batchline.engine.linear_layers import AnyLinear, LinearFormat, picked
 from batchline.engine.native_cache import NativeLayout
 from batchline.engine.replay import MAX_ROWS, Rotary, StepReplay
-from batchline.native.library import NativeKernels
+from batchline.native.library import CacheArgs, NativeKernels
 from batchline.native.packing import Gate
 
-MLP_ROWS = 1024
-"""Rows that go through the MLP together: enough for full speed, few enough to stay in the processor's caches."""
+PART_ROWS = 1024
+"""Rows that go through a layer together: enough for full speed, few enough to stay in the processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,44 +69,14 @@ class RotaryByType:
     types: tuple[str, ...]
 
 
-class Workspace:
-    """Buffers for the intermediate results of steps of at most `max_rows` rows. All layers share them.
-
-    They are reused from step to step, because the system would zero fresh memory page by page each time.
-    """
-
-    def __init__(self, layer: FusedLayer, like: torch.Tensor, max_rows: int) -> None:
-        self.max_rows = max_rows
-        hidden = like.shape[1]
-        self._normed = like.new_empty(max_rows, hidden)
-        self._delta = like.new_empty(max_rows, hidden)
-        self._qkv = like.new_empty(max_rows, layer.qkv.num_outputs)
-        self._attended = like.new_empty(max_rows, layer.group.num_heads * layer.group.value_dim)
-        self._activated = like.new_empty(min(max_rows, MLP_ROWS), layer.gate_up.num_outputs)
-
-    def rows(self, layer: FusedLayer, count: int) -> StepBuffers:
-        """Views of the first rows, for one step."""
-        group = layer.group
-        qkv = self._qkv[:count]
-        keys_from = group.num_heads * group.key_dim
-        values_from = keys_from + group.num_kv_heads * group.key_dim
-        return StepBuffers(
-            normed=self._normed[:count],
-            delta=self._delta[:count],
-            qkv=qkv,
-            queries=qkv[:, :keys_from].view(count, group.num_heads, group.key_dim),
-            keys=qkv[:, keys_from:values_from].view(count, group.num_kv_heads, group.key_dim),
-            values=qkv[:, values_from:].view(count, group.num_kv_heads, group.value_dim),
-            attended=self._attended[:count].view(count, group.num_heads, group.value_dim),
-            activated=self._activated[:count],
-        )
-
-
 @dataclass(frozen=True, slots=True)
-class StepBuffers:
-    """The buffers for one step, with a row per token. queries, keys and values are views of qkv; activated holds at
-    most MLP_ROWS rows at a time."""
+class RowBuffers:
+    """Some rows of a step, of its inputs and of the buffers for its intermediate results. queries, keys and values are
+    views of qkv. normed and activated are shared by all parts of a step."""
 
+    x: torch.Tensor
+    slots: torch.Tensor
+    rotaries: Sequence[Rotary]
     normed: torch.Tensor
     delta: torch.Tensor
     qkv: torch.Tensor
@@ -115,6 +85,47 @@ class StepBuffers:
     values: torch.Tensor
     attended: torch.Tensor
     activated: torch.Tensor
+
+
+class Workspace:
+    """Buffers for the intermediate results of steps of at most `max_rows` rows. All layers share them.
+
+    They are reused from step to step, because the system would zero fresh memory page by page each time.
+    """
+
+    def __init__(self, layer: FusedLayer, like: torch.Tensor, max_rows: int) -> None:
+        group, hidden, part = layer.group, like.shape[1], min(max_rows, PART_ROWS)
+        self.max_rows = max_rows
+        self.delta = like.new_empty(max_rows, hidden)
+        self._normed = like.new_empty(part, hidden)
+        self._activated = like.new_empty(part, layer.gate_up.num_outputs)
+        self._qkv = like.new_empty(max_rows, layer.qkv.num_outputs)
+        keys_from = group.num_heads * group.key_dim
+        values_from = keys_from + group.num_kv_heads * group.key_dim
+        self.queries = self._qkv[:, :keys_from].view(max_rows, group.num_heads, group.key_dim)
+        self._keys = self._qkv[:, keys_from:values_from].view(max_rows, group.num_kv_heads, group.key_dim)
+        self._values = self._qkv[:, values_from:].view(max_rows, group.num_kv_heads, group.value_dim)
+        self.attended = like.new_empty(max_rows, group.num_heads, group.value_dim)
+
+    def parts(self, x: torch.Tensor, rotaries: Sequence[Rotary], slots: torch.Tensor) -> list[RowBuffers]:
+        """The rows of a step in parts of at most PART_ROWS."""
+        rows = (slice(first, min(first + PART_ROWS, len(x))) for first in range(0, len(x), PART_ROWS))
+        return [
+            RowBuffers(
+                x=x[part],
+                slots=slots[part],
+                rotaries=[(cos[part], sin[part]) for cos, sin in rotaries],
+                normed=self._normed[: part.stop - part.start],
+                delta=self.delta[part],
+                qkv=self._qkv[part],
+                queries=self.queries[part],
+                keys=self._keys[part],
+                values=self._values[part],
+                attended=self.attended[part].flatten(1),
+                activated=self._activated[: part.stop - part.start],
+            )
+            for part in rows
+        ]
 
 
 class FusedStack(nn.Module):
@@ -152,7 +163,7 @@ class FusedStack(nn.Module):
                 self._kept_workspace = Workspace(self._layers[0], hidden_states[0], MAX_ROWS)
             layers = partial(self._run, self._kept_workspace)
             x, has_delta = self._replay(layers, hidden_states[0], rotaries, step_layout)
-            delta = self._kept_workspace.rows(self._layers[0], len(x)).delta if has_delta else None
+            delta = self._kept_workspace.delta[: len(x)] if has_delta else None
             x = x.clone() if delta is None else x.add(delta, alpha=self._layers[-1].residual_scale)
             return x.unsqueeze(0)
         x = hidden_states[0].clone()  # updated in place from layer to layer
@@ -179,78 +190,62 @@ class FusedStack(nn.Module):
         added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ) -> torch.Tensor | None:
         """All layers. x: (num_tokens, hidden), changed in place. Returns what is to be added to x: one of the
-        workspace's buffers, or None if it has been added."""
-        buffers = workspace.rows(self._layers[0], len(x))
-        delta = None
+        workspace's buffers, or None if it has been added.
+
+        Everything but attention goes through a few rows at a time, so that they stay in the processor's caches.
+        """
+        parts = workspace.parts(x, rotaries, layout.slots)
+        queries, attended = workspace.queries[: len(x)], workspace.attended[: len(x)]
+        has_delta = False
         for index, layer in enumerate(self._layers):
-            normed = self._normed(x, delta, layer, layer.input_norm, buffers)
-            self._attend(index, layer, normed, buffers, rotaries, layout)
-            delta = self._to_be_added(x, layer, layer.attention_output_norm, buffers)
-            normed = self._normed(x, delta, layer, layer.mlp_norm, buffers)
-            self._gated_mlp(layer, normed, buffers)
-            delta = self._to_be_added(x, layer, layer.mlp_output_norm, buffers)
+            for rows in parts:
+                self._project(layer, rows, layout.cache.layers[index], has_delta=has_delta)
+            layout.read(index, queries, layer.params, attended)
+            for rows in parts:
+                has_delta = self._finish(layer, rows)
             if added is not None and index < len(added[1]):
                 x.index_add_(0, added[0], added[1][index])
-        return delta
+        return workspace.delta[: len(x)] if has_delta else None
+
+    def _project(self, layer: FusedLayer, rows: RowBuffers, cache: CacheArgs, *, has_delta: bool) -> None:
+        """Queries from x, and keys and values into the cache. has_delta: whether delta is to be added to x first."""
+        layer.qkv(self._normed(layer, layer.input_norm, rows, has_delta=has_delta), rows.qkv)
+        norms = layer.head_norms
+        if norms is not None and layer.has_wide_norms:
+            for heads, weight in zip((rows.queries, rows.keys), norms[:2], strict=True):
+                self._kernels.rms_norm(heads.flatten(1), weight, norms[2], heads.flatten(1))
+            norms = None
+        rotary = None if layer.rotary is None else rows.rotaries[layer.rotary]
+        self._kernels.rotary_and_write(rows.queries, rows.keys, rows.values, rows.slots, cache, rotary, norms)
+
+    def _finish(self, layer: FusedLayer, rows: RowBuffers) -> bool:
+        """The rest of a layer after attention. Returns whether delta is still to be added to x."""
+        layer.attention_out(rows.attended, rows.delta)
+        has_delta = self._is_left(layer, layer.attention_output_norm, rows)
+        self._gated_mlp(layer, self._normed(layer, layer.mlp_norm, rows, has_delta=has_delta), rows)
+        return self._is_left(layer, layer.mlp_output_norm, rows)
 
     def _normed(
-        self,
-        x: torch.Tensor,
-        delta: torch.Tensor | None,
-        layer: FusedLayer,
-        norm: torch.Tensor | None,
-        buffers: StepBuffers,
+        self, layer: FusedLayer, norm: torch.Tensor | None, rows: RowBuffers, *, has_delta: bool
     ) -> torch.Tensor:
         """What a block reads of x, to which delta is added first. Without a norm, delta has been added already."""
         if norm is None:
-            return x
-        self._kernels.rms_norm(x, norm, layer.eps, buffers.normed, delta, layer.residual_scale)
-        return buffers.normed
+            return rows.x
+        delta = rows.delta if has_delta else None
+        self._kernels.rms_norm(rows.x, norm, layer.eps, rows.normed, delta, layer.residual_scale)
+        return rows.normed
 
-    def _to_be_added(
-        self, x: torch.Tensor, layer: FusedLayer, norm: torch.Tensor | None, buffers: StepBuffers
-    ) -> torch.Tensor | None:
-        """What is to be added to x after a block: None if the block's result has a norm, which adds it at once."""
+    def _is_left(self, layer: FusedLayer, norm: torch.Tensor | None, rows: RowBuffers) -> bool:
+        """Whether delta is to be added to x after a block: not if the block's result has a norm, which adds it now."""
         if norm is None:
-            return buffers.delta
-        self._kernels.rms_norm(buffers.delta, norm, layer.eps, x, is_added=True)
-        return None
+            return True
+        self._kernels.rms_norm(rows.delta, norm, layer.eps, rows.x, is_added=True)
+        return False
 
-    def _attend(
-        self,
-        index: int,
-        layer: FusedLayer,
-        normed: torch.Tensor,
-        buffers: StepBuffers,
-        rotaries: Sequence[Rotary],
-        layout: NativeLayout,
-    ) -> None:
-        """delta = the attention block's output for normed."""
-        layer.qkv(normed, buffers.qkv)
-        norms = layer.head_norms
-        if norms is not None and layer.has_wide_norms:
-            for heads, weight in zip((buffers.queries, buffers.keys), norms[:2], strict=True):
-                self._kernels.rms_norm(heads.flatten(1), weight, norms[2], heads.flatten(1))
-            norms = None
-        self._kernels.rotary_and_write(
-            buffers.queries,
-            buffers.keys,
-            buffers.values,
-            layout.slots,
-            layout.cache.layers[index],
-            None if layer.rotary is None else rotaries[layer.rotary],
-            norms,
-        )
-        layout.read(index, buffers.queries, layer.params, buffers.attended)
-        layer.attention_out(buffers.attended.flatten(1), buffers.delta)
-
-    def _gated_mlp(self, layer: FusedLayer, normed: torch.Tensor, buffers: StepBuffers) -> None:
-        """delta = the MLP's output for normed, some rows at a time."""
-        for first in range(0, len(normed), MLP_ROWS):
-            part, delta = (x[first : first + MLP_ROWS] for x in (normed, buffers.delta))
-            activated = buffers.activated[: len(part)]
-            layer.gate_up(part, activated)
-            layer.down(activated, delta)
+    def _gated_mlp(self, layer: FusedLayer, normed: torch.Tensor, rows: RowBuffers) -> None:
+        """delta = the MLP's output for normed."""
+        layer.gate_up(normed, rows.activated)
+        layer.down(rows.activated, rows.delta)
 
 
 class NativeRMSNorm(nn.Module):

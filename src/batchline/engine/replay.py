@@ -1,9 +1,9 @@
 """Runs the layers of small steps as one native call.
 
 Such a step is hundreds of short kernel calls, and Python between them takes longer than some of them, above all while
-other threads want the interpreter. Which calls there are does not depend on the step. They are recorded once, on buffers
-of their own. A later step copies its inputs into these buffers and replays the calls on its own number of rows. Work
-that torch does between the calls would be lost, so layers with such work are never replayed.
+other threads want the interpreter. Which calls there are does not depend on the step. They are recorded once, on
+buffers of their own. A later step copies its inputs into these buffers and replays the calls on its own number of rows.
+Work that torch does between the calls would be lost, so layers with such work are never replayed.
 """
 
 from __future__ import annotations
