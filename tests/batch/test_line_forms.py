@@ -19,11 +19,12 @@ from batchline.batch import line_forms as forms_module
 from batchline.batch import lines as lines_module
 from batchline.batch.check import CheckReport, check_file
 from batchline.batch.index import LineIndex
-from batchline.batch.lines import around_messages, check_fields
+from batchline.batch.line_forms import LineForms
+from batchline.batch.lines import check_fields
 from batchline.batch.plan import Planner
-from batchline.batch.request_traits import PREFIX_LENGTHS, prefix_hashes, prompt_bytes, request_hash, request_text
+from batchline.batch.request_traits import prefix_hashes, prompt_bytes, request_hash
 from batchline.errors import RunInterrupted
-from batchline.native.batch_lines import FormText, NativeForms, load_batch_lines
+from batchline.native.batch_lines import load_batch_lines
 
 LIBRARY = load_batch_lines()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native library was not built")
@@ -40,6 +41,26 @@ def line(custom_id: str, messages: Any, *, url: str = URL, **body: Any) -> dict[
 
 def chat(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": "Be brief. " * 9}, {"role": "user", "content": text}]
+
+
+REQUESTS: dict[str, Callable[[int, str], dict[str, Any]]] = {
+    "/v1/chat/completions": lambda n, text: {"messages": chat(text), "seed": n, "metadata": {"row": f"{n}", "a": text}},
+    "/v1/completions": lambda n, text: {"prompt": text, "max_tokens": 5 + n % 2, "seed": n % 90},
+    "/v1/embeddings": lambda n, text: {"input": [text, text] if n % 3 else list(range(n))},
+    "/v1/responses": lambda n, text: {"instructions": "Be brief.", "input": text, "user": f"{n}"},
+    "/v1/messages": lambda n, text: {
+        "system": [{"type": "text", "text": "a"}],
+        "max_tokens": 5,
+        "messages": chat(text),
+    },
+    "/v1/rerank": lambda n, text: {"query": text, "documents": [text, f"{n}"], "top_n": 1},
+    "/v1/score": lambda n, text: {"text_1": text, "text_2": [text, f"{n}"]},
+    "/v2/embed": lambda n, text: {"texts": [text], "input_type": "search_query"},
+    "/embed": lambda n, text: {"inputs": text},
+    "/invocations": lambda n, text: {"input": text} if n % 2 else {"prompt": text},
+    "/v1/audio/transcriptions": lambda n, text: {"file": "data:audio/wav;base64,AAAA", "language": "en"},
+    "/v1/moderations": lambda n, text: {"input": text, "temprature": 1},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +120,47 @@ def test_only_the_first_lines_of_a_form_are_parsed_in_python(tmp_path: Path, num
     assert num_parsed() < 20
 
 
+@pytest.mark.parametrize("url", REQUESTS)
+def test_requests_to_every_kind_of_endpoint_are_recognized(
+    url: str, tmp_path: Path, num_parsed: Callable[[], int]
+) -> None:
+    rng = random.Random(url)
+    texts = ["a", "b" * 300, 'c "quote"\n\\', "d ü€😀\x01\x1f\x7f", "e" * 4090 + "ü€😀" * 5, ""]
+    lines = []
+    for n in range(600):
+        body = {"model": f"m{n % 2}", **REQUESTS[url](n, rng.choice(texts) + str(n % 50))}
+        one = {"custom_id": f"r{n}", "method": "POST", "url": url, "body": body}
+        lines.append(json.dumps(one, ensure_ascii=n % 100 < 50).encode())
+    assert_same_without_forms(joined(lines), tmp_path)
+    before = num_parsed()
+    checked(joined(lines), tmp_path)
+    assert num_parsed() - before < 50
+
+
+def test_long_and_odd_lines_give_the_same_results_as_without_forms(tmp_path: Path) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 300_000}}
+    lines: list[Any] = []
+    for n in range(40):
+        content: Any = ["short", "x" * 70_000, [{"type": "text", "text": "a"}, image], "y" * 5_000_000][
+            n % 4 if n < 9 else 0
+        ]
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        one = json.dumps(line(f"r{n}", messages, temperature=0)).encode()
+        lines += [one + b"\r" * (n % 2), b" " * (n % 3 * 40_000)]
+        changes = [(b"null", b"NaN"), (b'"role"', b'"role": "x", "role"'), (b'"user"', b'"\xff"'), (b"r3", b"\\u0072")]
+        lines += [one.replace(*changes[n % 4], 1)] if n > 8 else []
+    lines.append(json.dumps(line("last", "y" * 5_000_000)).encode())
+    assert_same_without_forms(joined(lines), tmp_path)
+    assert_same_without_forms(b"\xef\xbb\xbf" + joined(lines)[:-1], tmp_path)
+
+
+def test_lines_of_100_kb_are_recognized(tmp_path: Path, num_parsed: Callable[[], int]) -> None:
+    """The first block was smaller than such a line and did not grow, so each line was parsed in Python."""
+    checked(joined([line(f"r{n}", chat("x" * 100_000), temperature=0) for n in range(100)]), tmp_path)
+    assert num_parsed() < 20
+
+
 def test_every_kind_of_line_gives_the_same_results_as_without_forms(tmp_path: Path) -> None:
     rng = random.Random(1)
     lines: list[Any] = []
@@ -155,10 +217,19 @@ def spaced_json(value: Any) -> str:
 WRITERS: st.SearchStrategy[Callable[[Any], str]] = st.sampled_from([json.dumps, spaced_json])
 
 
+def known_line(custom_id: str, url: str, number: int, text: str) -> dict[str, Any]:
+    body = {"model": "m", **REQUESTS[url](number, text), "temperature": 0}
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
 @st.composite
 def damaged(draw: st.DrawFn) -> bytes:
     """A line, which may have a few bytes changed."""
-    one = line(draw(st.sampled_from(["a", "b", "ü", 'q"'])), draw(st.lists(VALUES, max_size=3)))
+    url = draw(st.sampled_from([URL, *REQUESTS]))
+    custom_id = draw(st.sampled_from(["a", "b", "ü", 'q"']))
+    one = known_line(custom_id, url, draw(st.integers(-3, 3)), draw(TEXTS))
+    if draw(st.booleans()):
+        one["body"][draw(st.sampled_from(sorted(one["body"])))] = draw(VALUES)
     data = bytearray(draw(WRITERS)(one).encode())
     for _ in range(draw(st.integers(0, 2))):
         at = draw(st.integers(0, len(data)))
@@ -173,31 +244,33 @@ def damaged(draw: st.DrawFn) -> bytes:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None, max_examples=25
 )
 def test_damaged_lines_give_the_same_results_as_without_forms(tmp_path: Path, lines: list[bytes]) -> None:
-    known = line("first", chat("hi"))
-    assert_same_without_forms(joined([known, json.dumps(known).encode(), b" " * 600, *lines, b""]), tmp_path)
+    known = [known_line(url, url, 1, "hi") for url in REQUESTS]
+    spaced = [writer(one).encode() for one in known for writer in (json.dumps, spaced_json)]
+    assert_same_without_forms(joined([*known, *spaced, b" " * 9000, *lines, b""]), tmp_path)
 
 
-def scan(messages: bytes) -> tuple[list[int], list[int], bytes] | None:
-    """The prefix hashes, the prompt's size and the request hash of a line with such messages; None if it is refused."""
-    assert LIBRARY is not None
-    known = orjson.dumps(line("a", []))
-    around = around_messages(known)
-    assert around is not None
-    marked = line("a", orjson.Fragment(b'"?"'))["body"]
-    request = (request_text(URL, marked) or b"").split(b'"?"')
-    with closing(NativeForms(LIBRARY, PREFIX_LENGTHS, 4)) as forms:
-        forms.add(FormText(around, (b"", b""), (request[0], request[1])))
-        scanned = forms.scan(around[0] + b"new" + around[1] + messages + around[2])
+def scan(text: bytes, name: str = "messages", known: Any = (), **body: Any) -> tuple[list[int], int, bytes] | None:
+    """The prompt's hashes and size and the request's hash, of a line like a known one but for the value of one field;
+    None if it is not recognized. text: the value as JSON; known: that of the known line."""
+    body = {"model": "m", "temperature": 0, name: list(known) if known == () else known, **body}
+    learned, asked = (
+        orjson.dumps({"custom_id": custom_id, "method": "POST", "url": URL, "body": {**body, name: value}})
+        for custom_id, value in (("a", body[name]), ("new", orjson.Fragment(text)))
+    )
+    forms = LineForms.open(Planner(Path()))
+    assert forms is not None
+    with closing(forms):
+        forms.learn(learned, URL, body, ())
+        scanned = forms.scan(asked)
         if scanned.forms.tolist() != [0]:
             return None
-        prompt_size = int(scanned.prompt_sizes[0])
-        return scanned.prefix_hashes[0].tolist(), [prompt_size], scanned.request_hashes[0].tobytes()
+        return scanned.prefix_hashes[0].tolist(), int(scanned.prompt_sizes[0]), scanned.request_hashes[0].tobytes()
 
 
-def expected_scan(messages: bytes) -> tuple[list[int], list[int], bytes]:
-    body = orjson.loads(orjson.dumps(line("a", None)["body"]).replace(b"null", messages))
+def expected_scan(text: bytes, name: str = "messages", **body: Any) -> tuple[list[int], int, bytes]:
+    body = {"model": "m", "temperature": 0, name: orjson.loads(text), **body}
     prompt = prompt_bytes(body)
-    return prefix_hashes(prompt), [len(prompt)], request_hash(URL, body)
+    return prefix_hashes(prompt), len(prompt), request_hash(URL, body)
 
 
 @given(st.lists(VALUES, max_size=4), WRITERS)
@@ -233,6 +306,47 @@ def test_usual_messages_are_recognized(messages: list[Any], writer: Callable[[An
 )
 def test_invalid_messages_are_refused(messages: bytes) -> None:
     assert scan(messages) is None
+
+
+@given(st.text(st.characters(codec="utf-8"), max_size=40) | TEXTS, st.sampled_from([1, 70, 4090]), st.booleans())
+@settings(deadline=None)
+def test_a_text_is_hashed_as_python_hashes_it(piece: str, times: int, ensure_ascii: bool) -> None:
+    text = json.dumps(piece * times, ensure_ascii=ensure_ascii).encode()
+    assert scan(text, "prompt", "known") == expected_scan(text, "prompt")
+    tools: Any = [{"type": "function"}]
+    assert scan(text, "input", "known", tools=tools) == expected_scan(text, "input", tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"),
+    [
+        *(("input", ["a"], b'["b", "c"]'), ("input", [1, 2], b"[3,4,50256]"), ("input", [[1]], b"[[5], [6, 7]]")),
+        *(("prompt", ["a"], b"[]"), ("metadata", {}, b'{"row": "7", "a": {"z": 1, "b": 2}}'), ("seed", 1, b"-42")),
+        *(
+            ("seed", 1, b"123456789012345678"),
+            ("user", "a", b'"\xc3\xbc"'),
+            ("query", "a", b'"b"'),
+            ("texts", [], b'["b"]'),
+        ),
+        *(("documents", [], b'["a",{"text":"b"}]'), ("text_1", "a", b'["b"]'.strip(b"[]")), ("inputs", "a", b'""')),
+    ],
+)
+def test_other_fields_are_hashed_as_python_hashes_them(name: str, known: Any, text: bytes) -> None:
+    for more in ({}, {"messages": chat("hi")}, {"prompt": "text", "zzz": None}, {"instructions": "x", "input": "y"}):
+        body = {other: value for other, value in more.items() if other != name}
+        assert scan(text, name, known, **body) == expected_scan(text, name, **body)
+
+
+@pytest.mark.parametrize(
+    ("name", "known", "text"),
+    [
+        *(("seed", 1, b"true"), ("seed", 1, b"1.0"), ("seed", 1, b'"1"'), ("seed", 1, b"null"), ("seed", True, b"1")),
+        *(("input", "a", b'["a"]'), ("input", ["a"], b'"a"'), ("input", "a", b"null"), ("metadata", {}, b"[]")),
+        *(("temperature", 0, b"1"), ("max_tokens", 1, b"2"), ("model", "m", b'"n"'), ("stream", False, b"true")),
+    ],
+)
+def test_a_value_on_which_more_than_hashes_depends_makes_another_form(name: str, known: Any, text: bytes) -> None:
+    assert scan(text, name, known) is None
 
 
 @pytest.mark.parametrize("messages", [b'[{"a":1,"a":2}]', b"[1.5]", b"[-0]", b"[1e5]", b"[12345678901234567890]"])

@@ -13,7 +13,6 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -22,7 +21,7 @@ import numpy as np
 from batchline.backends.base import MAX_SHOWN_NAME
 from batchline.batch import lines
 from batchline.batch.index import LineIndex, LineReader, PositionSet, open_regular
-from batchline.batch.line_forms import LineForms
+from batchline.batch.line_forms import MAX_RECOGNIZED_BYTES, LineForms
 from batchline.batch.options import Limits
 from batchline.batch.plan import Planner
 from batchline.batch.sorting import RowSorter, column
@@ -42,6 +41,7 @@ bad."""
 MIN_BYTES_FOR_FORMS = 1 << 20
 """In a smaller file, lines are not recognized by their forms: parsing them takes less time than loading the library."""
 
+_BUFFER_BYTES = 1 << 16
 _FIRST_BLOCK_BYTES = 1 << 16
 _BLOCK_BYTES = 1 << 20
 
@@ -181,7 +181,7 @@ def check_file(
                 stack.callback(forms.close)
             check = _CheckPass(index, sorter, default_model, planner, observer, forms)
             source = _DigestingReader(raw_file)
-            check.read(io.BufferedReader(source, buffer_size=_BLOCK_BYTES), needs_observer, should_stop)
+            check.read(io.BufferedReader(source, buffer_size=_BUFFER_BYTES), needs_observer, should_stop)
         index.flush()
         check.report.digest = source.hexdigest()
         with contextlib.closing(LineReader(path, index)) as reader:
@@ -260,18 +260,27 @@ class _CheckPass:
         self, file: io.BufferedReader, needs_observer: Callable[[], bool], should_stop: Callable[[], bool]
     ) -> None:
         """Every line of `file`, once."""
-        read_line = partial(file.readline, lines.MAX_LINE_BYTES)
-        block_bytes = _FIRST_BLOCK_BYTES  # small at first, so that the forms are known early
-        while raw := read_line():
+        while raw := file.readline(lines.MAX_LINE_BYTES):
             self._read_line(raw, file)
             _stop_if(should_stop)  # at each line, because the observer may compile a constraint for seconds
             if not needs_observer():
                 self._observer = None
             if self._forms is not None and self._observer is None:
-                while block := _whole_lines(file, block_bytes):
-                    self._read_block(block, self._forms, should_stop)
-                    block_bytes = min(2 * block_bytes, _BLOCK_BYTES)
+                self._read_blocks(file, self._forms, should_stop)
         self._add_recognized()
+
+    def _read_blocks(self, file: io.BufferedReader, forms: LineForms, should_stop: Callable[[], bool]) -> None:
+        """The rest of `file`, in blocks of whole lines."""
+        block_bytes = _FIRST_BLOCK_BYTES  # small at first, so that the forms are known early
+        while block := file.read(block_bytes):
+            block += file.readline(MAX_RECOGNIZED_BYTES)
+            end = block.rfind(b"\n") + 1
+            self._read_block(block[:end], forms, should_stop)
+            if end < len(block):  # with the beginning of a long line
+                rest = block[end:]
+                self._read_line(rest + file.readline(lines.MAX_LINE_BYTES - len(rest)), file)
+                _stop_if(should_stop)
+            block_bytes = min(2 * block_bytes, _BLOCK_BYTES)
 
     def _read_line(self, raw: bytes, file: io.BufferedReader) -> None:
         """One line, of which `raw` is all or, if it is too long, the beginning."""
@@ -390,11 +399,6 @@ class _CheckPass:
 def _stop_if(should_stop: Callable[[], bool]) -> None:
     if should_stop():
         raise RunInterrupted("Interrupted while checking the input.")
-
-
-def _whole_lines(file: io.BufferedReader, max_bytes: int) -> bytes:
-    """The lines that are in the reader's memory as a whole, up to about `max_bytes` of them."""
-    return file.read(file.peek().rfind(b"\n", 0, max_bytes) + 1)
 
 
 def _skip_line(file: io.BufferedReader) -> int:

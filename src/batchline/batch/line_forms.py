@@ -1,6 +1,7 @@
-"""Takes whole blocks of lines that are like earlier ones in everything but their `custom_id` and messages.
+"""Takes whole blocks of lines that are like earlier ones in everything but their `custom_id`, prompt, and a few other
+fields.
 
-A *form* is a batch line without these two values. The check pass parses the first line of each form in Python, and
+A *form* is a batch line without these values. The check pass parses the first line of each form in Python, and
 remembers here what it has found. The native library then recognizes the form's other lines, checks and hashes them
 (`native/line_forms.cpp`), and this module turns the hashes into the rows that the parser in Python would have made: the
 results are the same, with or without the library.
@@ -9,22 +10,38 @@ results are the same, with or without the library.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
 
-from batchline.batch.lines import around_messages
+from batchline.batch.lines import split_at_values
 from batchline.batch.plan import KEY_ARRAY, KeyParts, Planner
-from batchline.batch.request_traits import MAX_DECODE, PREFIX_LENGTHS, prompt_bytes, request_text
-from batchline.native.batch_lines import FormText, NativeForms, ScannedLines, load_batch_lines
+from batchline.batch.request_traits import MAX_DECODE, PREFIX_LENGTHS, PROMPT_FIELDS, prompt_bytes, request_text
+from batchline.native.batch_lines import FormText, NativeForms, Pattern, ScannedLines, ValueKind, load_batch_lines
 
 MAX_FORMS = 2000
 """After that many lines, no further form is learned: the lines of the file have little in common."""
 
+MAX_FORMS_BYTES = 8 << 20
+"""The text of all forms is at most about three times that long."""
+
+MAX_RECOGNIZED_BYTES = 4 << 20
+"""Longer lines may not be recognized: the memory for a block of lines has a limit."""
+
 MAX_SCANNED_LINES = 8192
+
+_FREE_FIELDS = (
+    *("messages", *PROMPT_FIELDS, "documents", "text_2", "data_2"),
+    *("seed", "user", "metadata", "safety_identifier", "prompt_cache_key"),
+)
+"""Fields whose values may differ between the lines of a form. The check of a line, its endpoint and its planning key
+depend on their type at most, and on the text of the prompt and of the whole request."""
+
+_KINDS = {str: ValueKind.STRING, list: ValueKind.ARRAY, dict: ValueKind.OBJECT, int: ValueKind.INTEGER}
 
 
 @dataclass(slots=True)
@@ -44,8 +61,8 @@ class LineForms:
         self.forms: list[LineForm] = []
         self._native = native
         self._planner = planner
-        self._known: set[tuple[bytes, bytes, bytes]] = set()
-        self._num_looked_at = 0
+        self._known: set[Pattern] = set()
+        self._num_looked_at = self._num_bytes = 0
         self._key_parts = np.zeros(MAX_FORMS, KEY_ARRAY)
         self._decodes = np.zeros(MAX_FORMS, np.int64)  # -1: the prompt's length
 
@@ -60,15 +77,21 @@ class LineForms:
 
     def learn(self, raw: bytes, url: str, body: dict[str, Any], unknown_fields: Sequence[str]) -> None:
         """Learn the form of a good line, if it has one."""
-        if self._num_looked_at == MAX_FORMS or type(body.get("messages")) is not list:
+        if self._num_looked_at == MAX_FORMS or len(raw) > MAX_RECOGNIZED_BYTES:
             return
         self._num_looked_at += 1
-        line = around_messages(raw)
-        if line is None or line in self._known:
+        kinds = {name: kind for name in _FREE_FIELDS if (kind := _KINDS.get(type(body.get(name)))) is not None}
+        split = split_at_values(raw, kinds)
+        if split is None:
+            return
+        pieces, names = split
+        line = Pattern(tuple(pieces), tuple(kinds.get(name, ValueKind.ID) for name in names))
+        if line in self._known:
             return
         parts = KeyParts(0, 0, 0, False) if self._planner is None else self._planner.key_parts(url, body)
-        text = _form_text(line, url, body, parts)
-        if text is None:
+        text = _form_text(line, names, url, body, parts)
+        self._num_bytes += sum(map(len, pieces))
+        if text is None or self._num_bytes > MAX_FORMS_BYTES:
             return
         self._known.add(line)
         number = self._native.add(text)
@@ -101,12 +124,21 @@ class LineForms:
         self._native.close()
 
 
-def _form_text(line: tuple[bytes, bytes, bytes], url: str, body: dict[str, Any], parts: KeyParts) -> FormText | None:
-    """None if the body is nested too deeply to be written as JSON."""
-    mark = b'"%b"' % os.urandom(16).hex().encode()
-    marked = {**body, "messages": orjson.Fragment(mark)}
-    prompt = prompt_bytes(marked).split(mark)
-    request = (request_text(url, marked) or b"").split(mark)
-    if len(prompt) != 2 or len(request) != 2:
+def _form_text(line: Pattern, names: Sequence[str], url: str, body: dict[str, Any], parts: KeyParts) -> FormText | None:
+    """names: of the line's values. None if the body is nested too deeply to be written as JSON."""
+    marks = {b'"%b"' % os.urandom(16).hex().encode(): index for index in range(len(names))}
+    values = {name: orjson.Fragment(mark) for name, mark in zip(names, marks, strict=True) if name}
+    marked = {**body, **values}
+    prompt = _split_at_marks(prompt_bytes(marked), marks)
+    request = request_text(url, marked)
+    if request is None:
         return None
-    return FormText(line, (prompt[0], prompt[1]), (request[0], request[1]) if parts.may_be_copy else None)
+    kinds = [line.values[index] for index in prompt.values]
+    is_text = kinds == [ValueKind.STRING] and prompt.pieces == (b"", b"")
+    return FormText(line, prompt, _split_at_marks(request, marks) if parts.may_be_copy else None, is_text)
+
+
+def _split_at_marks(text: bytes, marks: Mapping[bytes, int]) -> Pattern:
+    """marks: what stands in the place of a value, and its index."""
+    parts = re.split(b"(%b)" % b"|".join(marks), text)
+    return Pattern(tuple(parts[::2]), tuple(marks[mark] for mark in parts[1::2]))

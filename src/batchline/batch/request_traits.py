@@ -22,7 +22,7 @@ MAX_LIMIT = 2**53
 _MAX_DIGITS = 20
 
 _LEADING_FIELDS = ("tools", "instructions", "system")
-_PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
+PROMPT_FIELDS = ("prompt", "input", "query", "texts", "inputs", "text_1", "queries", "data_1")
 MAX_DECODE = 2**31
 """The expected decode of a request whose output has no limit. Larger ones count as this one."""
 
@@ -46,7 +46,7 @@ def prompt_content(body: dict[str, Any]) -> Any:
     messages = body.get("messages")
     if messages is not None:
         return messages
-    return next((body[name] for name in _PROMPT_FIELDS if name in body), None)
+    return next((body[name] for name in PROMPT_FIELDS if name in body), None)
 
 
 def prompt_text(body: dict[str, Any]) -> str:

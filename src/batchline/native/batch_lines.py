@@ -1,6 +1,7 @@
 """The C++ parts of reading a batch file: recognizing lines by their form, and sorting rows of bytes. Needs no torch.
 
-A form is a batch line without its `custom_id` and its messages. This module mirrors the structures of `line_forms.cpp`.
+A form is a batch line without its `custom_id`, its prompt and other values that only its hashes depend on. This module
+mirrors the structures of `line_forms.h`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,21 @@ class _Text(ctypes.Structure):
     _fields_ = [("data", ctypes.c_char_p), ("size", ctypes.c_int64)]
 
 
+class _PatternArgs(ctypes.Structure):
+    """Mirrors the structure `PatternArgs`."""
+
+    _fields_ = [
+        *(("pieces", ctypes.POINTER(_Text)), ("values", ctypes.POINTER(ctypes.c_int32))),
+        ("num_values", ctypes.c_int64),
+    ]
+
+
 class _FormArgs(ctypes.Structure):
     """Mirrors the structure `FormArgs`."""
 
     _fields_ = [
-        *((name, _Text) for name in ("before_id", "before_messages", "after_messages", "prompt_start", "prompt_end")),
-        *((name, _Text) for name in ("request_start", "request_end")),
-        ("has_request_hash", ctypes.c_int64),
+        *((name, _PatternArgs) for name in ("line", "prompt", "request")),
+        *((name, ctypes.c_int64) for name in ("prompt_is_text", "has_request_hash")),
     ]
 
 
@@ -47,17 +57,37 @@ class _ScanArgs(ctypes.Structure):
     ]
 
 
+class ValueKind(IntEnum):
+    """Mirrors the enumeration `ValueKind`. ID: the `custom_id` without its quotes."""
+
+    ID = 0
+    STRING = 1
+    ARRAY = 2
+    OBJECT = 3
+    INTEGER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Pieces of text with a value between each two of them."""
+
+    pieces: tuple[bytes, ...]
+    values: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class FormText:
     """The text of a form.
 
-    line: before the custom_id, between it and the messages, and after them. prompt, request: what surrounds the
-    messages in the two texts that are hashed (`request_traits`); no request means that its hash is zero.
+    line: its values are the kinds of those that differ between the form's lines. prompt, request: the two texts that
+    are hashed (`request_traits`); their values are indices of the line's values. prompt_is_text: the prompt is the
+    characters of its only value, a string. No request means that its hash is zero.
     """
 
-    line: tuple[bytes, bytes, bytes]
-    prompt: tuple[bytes, bytes]
-    request: tuple[bytes, bytes] | None
+    line: Pattern
+    prompt: Pattern
+    request: Pattern | None
+    prompt_is_text: bool = False
 
 
 class ScannedLines:
@@ -97,10 +127,7 @@ class NativeForms:
 
     def add(self, form: FormText) -> int:
         """Learn a form. Returns its number: they count from 0."""
-        request = form.request or (b"", b"")
-        texts = (_Text(text, len(text)) for text in (*form.line, *form.prompt, *request))
-        args = _FormArgs(*texts, form.request is not None)
-        return self._checked(self._library.batchline_line_forms_add(self._forms, ctypes.byref(args)))
+        return self._checked(self._library.batchline_line_forms_add(self._forms, ctypes.byref(_form_args(form))))
 
     def scan(self, lines: bytes) -> ScannedLines:
         """The first lines of some whole ones. The arrays are valid until the next call."""
@@ -124,6 +151,17 @@ class NativeForms:
         if count < 0:
             raise MemoryError
         return count
+
+
+def _form_args(form: FormText) -> _FormArgs:
+    patterns = map(_pattern_args, (form.line, form.prompt, form.request or Pattern((b"",), ())))
+    return _FormArgs(*patterns, form.prompt_is_text, form.request is not None)
+
+
+def _pattern_args(pattern: Pattern) -> _PatternArgs:
+    pieces = (_Text * len(pattern.pieces))(*(_Text(piece, len(piece)) for piece in pattern.pieces))
+    values = (ctypes.c_int32 * len(pattern.values))(*pattern.values)
+    return _PatternArgs(pieces, values, len(pattern.values))
 
 
 def sort_rows(library: ctypes.CDLL, rows: np.ndarray[Any, Any]) -> None:

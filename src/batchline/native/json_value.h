@@ -78,10 +78,30 @@ class JsonValue {
   // Appends the value as `orjson.dumps` writes it with `OPT_SORT_KEYS`.
   void append_sorted(std::vector<uint8_t>& sorted) const { append_sorted(nodes_[0], sorted); }
 
+  // Appends up to max_characters of a string, without quotes and escapes.
+  void append_characters(std::vector<uint8_t>& characters, int64_t max_characters) const {
+    const uint8_t *data = text_.data() + 1, *const end = out_ - 1;
+    for (int64_t count = 0; data < end && count < max_characters;) {
+      const uint8_t* const plain = end_of_plain(data, std::min(end, data + (max_characters - count)));
+      characters.insert(characters.end(), data, plain);
+      count += plain - data, data = plain;
+      if (data == end || count == max_characters) break;
+      if (*data == '\\') {
+        data = append_escaped(data, characters);
+      } else {
+        const int length = utf8_length(data, end);
+        characters.insert(characters.end(), data, data + length);
+        data += length;
+      }
+      ++count;
+    }
+  }
+
  private:
   static constexpr int kMaxDepth = 32;
-  static constexpr int kMaxDigits = 15;  // an integer that every number format holds exactly
+  static constexpr int kMaxDigits = 18;  // always within 64 bits
   static constexpr uint32_t kNone = ~0u;
+  static constexpr char kControls[] = "\b\t\n\f\r", kEscapes[] = "btnfr";
 
   // A value, or a member of an object: where its text begins and ends, and where the key ends (in an array, where the
   // value begins). Children are linked in sorted order. Only values that contain objects have them.
@@ -266,11 +286,11 @@ class JsonValue {
   }
 
   void write_control(uint32_t c) {
-    static constexpr char kLetters[] = "\b\t\n\f\r", kEscapes[] = "btnfr", kHex[] = "0123456789abcdef";
+    static constexpr char kHex[] = "0123456789abcdef";
     *out_++ = '\\';
-    const char* const letter = c == 0 ? nullptr : std::strchr(kLetters, static_cast<int>(c));
+    const char* const letter = c == 0 ? nullptr : std::strchr(kControls, static_cast<int>(c));
     if (letter != nullptr) {
-      *out_++ = static_cast<uint8_t>(kEscapes[letter - kLetters]);
+      *out_++ = static_cast<uint8_t>(kEscapes[letter - kControls]);
       return;
     }
     for (const char digit : {'u', '0', '0', kHex[c >> 4], kHex[c & 15]}) *out_++ = static_cast<uint8_t>(digit);
@@ -303,6 +323,18 @@ class JsonValue {
       append_sorted(nodes_[child], sorted);
     }
     sorted.push_back(node.is_object ? '}' : ']');
+  }
+
+  // The character of an escape that `write_character` has written. Returns the escape's end.
+  static const uint8_t* append_escaped(const uint8_t* data, std::vector<uint8_t>& characters) {
+    if (data[1] == 'u') {
+      const auto low = data[5] <= '9' ? data[5] - '0' : data[5] - 'a' + 10;
+      characters.push_back(static_cast<uint8_t>((data[4] - '0') << 4 | low));
+      return data + 6;
+    }
+    const char* const letter = std::strchr(kEscapes, data[1]);
+    characters.push_back(letter == nullptr ? data[1] : static_cast<uint8_t>(kControls[letter - kEscapes]));
+    return data + 2;
   }
 
   void append(uint32_t begin, uint32_t end, std::vector<uint8_t>& sorted) const {

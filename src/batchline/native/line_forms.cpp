@@ -1,9 +1,9 @@
-// Recognizes batch lines that are like an earlier one in everything but their custom_id and messages, and computes the
-// hashes that the check pass and the plan need of them.
+// Recognizes batch lines that are like an earlier one in everything but their custom_id, their prompt, and other values
+// of the request that only its hashes depend on. Computes the hashes that the check pass and the plan need of them.
 //
-// A *form* is such an earlier line without these two values: three pieces of text. If a line consists of the same pieces
-// around a plain string and a valid JSON array, then Python would parse it like the earlier line, except for the two
-// values. Every other line is left to Python. Knows nothing else about batch lines.
+// A *form* is such an earlier line without these values: the pieces of text between them. If a line consists of the
+// same pieces around a plain string and valid JSON values of the same kinds, then Python would parse it like the
+// earlier line, except for the values. Every other line is left to Python. Knows nothing else about batch lines.
 #include <deque>
 #include <string>
 #include <string_view>
@@ -16,19 +16,53 @@
 namespace batchline {
 namespace {
 
-struct Form {
-  std::string after_messages, prompt_start, prompt_end, request_start, request_end;
-  bool has_request_hash;
+struct Pattern {
+  explicit Pattern(const PatternArgs& a) : values(a.values, a.values + a.num_values) {
+    for (int64_t i = 0; i <= a.num_values; ++i) pieces.push_back(a.pieces[i].copy());
+  }
+
+  std::vector<std::string> pieces;
+  std::vector<int32_t> values;
 };
 
-// Forms that begin alike. by_end: their numbers by what follows the messages.
-struct Stem {
-  std::string before_id, before_messages;
-  std::unordered_map<std::string_view, int32_t> by_end;
+struct Form {
+  explicit Form(const FormArgs& a)
+      : line(a.line),
+        prompt(a.prompt),
+        request(a.request),
+        prompt_is_text(a.prompt_is_text != 0),
+        has_request_hash(a.has_request_hash != 0) {}
+
+  const Pattern line, prompt, request;
+  const bool prompt_is_text, has_request_hash;
+};
+
+// How lines of known forms may go on after their first values: with another piece and value, or with the last piece.
+// by_last_piece: the numbers of the forms that end here.
+struct Branch {
+  struct Next {
+    std::string piece;
+    int32_t kind;
+    Branch* branch;
+  };
+
+  std::vector<Next> next;
+  std::unordered_map<std::string_view, int32_t> by_last_piece;
 };
 
 bool starts_with(const uint8_t* data, const uint8_t* end, const std::string& text) {
   return static_cast<size_t>(end - data) >= text.size() && std::memcmp(data, text.data(), text.size()) == 0;
+}
+
+// Whether a value of this kind may begin with the character.
+bool may_begin(int32_t kind, uint8_t c) {
+  switch (kind) {
+    case kString: return c == '"';
+    case kArray: return c == '[';
+    case kObject: return c == '{';
+    case kInteger: return c == '-' || (c >= '0' && c <= '9');
+    default: return c != '"';  // an id that is not empty
+  }
 }
 
 // As `bytes.isspace()`.
@@ -40,9 +74,11 @@ class LineForms {
  public:
   int32_t add(const FormArgs& a) {
     const auto number = static_cast<int32_t>(forms_.size());
-    forms_.push_back({a.after_messages.copy(), a.prompt_start.copy(), a.prompt_end.copy(), a.request_start.copy(),
-                      a.request_end.copy(), a.has_request_hash != 0});
-    stem(a).by_end.emplace(forms_.back().after_messages, number);
+    const Pattern& line = forms_.emplace_back(a).line;
+    Branch* branch = &branches_.front();
+    for (size_t i = 0; i < line.values.size(); ++i) branch = branch_after(*branch, line.pieces[i], line.values[i]);
+    branch->by_last_piece.emplace(line.pieces.back(), number);
+    if (values_.size() < line.values.size()) values_.resize(line.values.size());
     return number;
   }
 
@@ -60,40 +96,63 @@ class LineForms {
   }
 
  private:
-  Stem& stem(const FormArgs& a) {
-    const std::string before_id = a.before_id.copy(), before_messages = a.before_messages.copy();
-    for (Stem& stem : stems_)
-      if (stem.before_id == before_id && stem.before_messages == before_messages) return stem;
-    stems_.push_back({before_id, before_messages, {}});
-    return stems_.back();
+  Branch* branch_after(Branch& branch, const std::string& piece, int32_t kind) {
+    for (const Branch::Next& next : branch.next)
+      if (next.kind == kind && next.piece == piece) return next.branch;
+    branch.next.push_back({piece, kind, &branches_.emplace_back()});
+    return branch.next.back().branch;
   }
 
   int32_t scan_line(const ScanArgs& a, int64_t line, const uint8_t* data, const uint8_t* end) {
-    for (const Stem& stem : stems_) {
-      if (!starts_with(data, end, stem.before_id)) continue;
-      const uint8_t *const id = data + stem.before_id.size(), *const id_end = end_of_string(id, end);
-      if (id_end == nullptr || id_end == id || !starts_with(id_end, end, stem.before_messages)) continue;
-      const uint8_t* const messages = id_end + stem.before_messages.size();
-      if (messages == end || *messages != '[') continue;
-      const uint8_t* const messages_end = messages_.read(messages, end);
-      if (messages_end == nullptr) return kOtherLine;
-      const std::string_view rest(reinterpret_cast<const char*>(messages_end), static_cast<size_t>(end - messages_end));
-      const auto found = stem.by_end.find(rest);
-      if (found == stem.by_end.end()) continue;
-      Blake2b::digest(id, id_end - id, a.id_hashes + line * Blake2b::kDigestBytes);
-      hash_prompt(a, line, forms_[static_cast<size_t>(found->second)]);
-      hash_request(a, line, forms_[static_cast<size_t>(found->second)]);
-      return found->second;
+    const int32_t number = find_form(data, end);
+    if (number < 0) return is_blank(data, end) ? kBlankLine : kOtherLine;
+    const Form& form = forms_[static_cast<size_t>(number)];
+    Blake2b::digest(id_, id_end_ - id_, a.id_hashes + line * Blake2b::kDigestBytes);
+    hash_prompt(a, line, form);
+    hash_request(a, line, form);
+    return number;
+  }
+
+  // The number of the line's form, after reading its values; kOtherLine if it has none.
+  int32_t find_form(const uint8_t* data, const uint8_t* end) {
+    const Branch* branch = &branches_.front();
+    for (size_t value = 0;; ++value) {
+      const Branch::Next* const next = next_of(*branch, data, end);
+      if (next == nullptr) break;
+      data = read_value(next->kind, value, data + next->piece.size(), end);
+      if (data == nullptr) return kOtherLine;
+      branch = next->branch;
     }
-    return is_blank(data, end) ? kBlankLine : kOtherLine;
+    const std::string_view rest(reinterpret_cast<const char*>(data), static_cast<size_t>(end - data));
+    const auto found = branch->by_last_piece.find(rest);
+    return found == branch->by_last_piece.end() ? kOtherLine : found->second;
+  }
+
+  static const Branch::Next* next_of(const Branch& branch, const uint8_t* data, const uint8_t* end) {
+    for (const Branch::Next& next : branch.next) {
+      if (!starts_with(data, end, next.piece)) continue;
+      const uint8_t* const value = data + next.piece.size();
+      if (value != end && may_begin(next.kind, *value)) return &next;
+    }
+    return nullptr;
+  }
+
+  // The value's end; null if it is refused.
+  const uint8_t* read_value(int32_t kind, size_t value, const uint8_t* data, const uint8_t* end) {
+    if (kind != kId) return values_[value].read(data, end);
+    id_ = data;
+    return id_end_ = end_of_string(data, end);
   }
 
   // The checksum of the prompt's first bytes, at each length; a shorter prompt's own checksum at the rest of them.
   void hash_prompt(const ScanArgs& a, int64_t line, const Form& form) {
     scratch_.clear();
-    append(form.prompt_start);
-    scratch_.insert(scratch_.end(), messages_.text(), messages_.text() + messages_.size());
-    append(form.prompt_end);
+    if (form.prompt_is_text && a.num_prefix_lengths > 0) {
+      const JsonValue& value = values_[static_cast<size_t>(form.prompt.values.front())];
+      value.append_characters(scratch_, a.prefix_lengths[a.num_prefix_lengths - 1]);
+    } else {
+      append(form.prompt, [this](const JsonValue& value) { append(value.text(), value.size()); });
+    }
     const auto size = static_cast<int64_t>(scratch_.size());
     uint32_t crc = 0;
     int64_t start = 0;
@@ -113,18 +172,28 @@ class LineForms {
       return;
     }
     scratch_.clear();
-    append(form.request_start);
-    messages_.append_sorted(scratch_);
-    append(form.request_end);
+    append(form.request, [this](const JsonValue& value) { value.append_sorted(scratch_); });
     Blake2b::digest(scratch_.data(), static_cast<int64_t>(scratch_.size()), out);
   }
 
+  // Writes the pattern's pieces, and its values by `append_value`.
+  template <typename AppendValue>
+  void append(const Pattern& pattern, const AppendValue& append_value) {
+    append(pattern.pieces.front());
+    for (size_t i = 0; i < pattern.values.size(); ++i) {
+      append_value(values_[static_cast<size_t>(pattern.values[i])]);
+      append(pattern.pieces[i + 1]);
+    }
+  }
+
   void append(const std::string& text) { scratch_.insert(scratch_.end(), text.begin(), text.end()); }
+  void append(const uint8_t* text, int64_t size) { scratch_.insert(scratch_.end(), text, text + size); }
 
   const Crc32 crc32_;
-  std::deque<Form> forms_;  // its elements stay where they are, for the keys of `by_end`
-  std::vector<Stem> stems_;
-  JsonValue messages_;
+  std::deque<Form> forms_;  // its elements stay where they are, for the keys of `by_last_piece`
+  std::deque<Branch> branches_ = std::deque<Branch>(1);  // every line begins at the first one
+  std::vector<JsonValue> values_;  // of the line that is being read; an id has none
+  const uint8_t *id_ = nullptr, *id_end_ = nullptr;
   std::vector<uint8_t> scratch_;
 };
 

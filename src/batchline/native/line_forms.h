@@ -13,14 +13,24 @@ struct Text {
   std::string copy() const { return {reinterpret_cast<const char*>(data), static_cast<size_t>(size)}; }
 };
 
-// The three pieces of a line; what surrounds the messages in the text that prefixes are compared by, and in the text that
-// identical requests are found by. A request without the latter counts as different from all others.
-struct FormArgs {
-  Text before_id, before_messages, after_messages;
-  Text prompt_start, prompt_end;
-  Text request_start, request_end;
-  int64_t has_request_hash;
+// Pieces of text with values between them: num_values + 1 pieces. Each value is an integer, see FormArgs.
+struct PatternArgs {
+  const Text* pieces;
+  const int32_t* values;
+  int64_t num_values;
 };
+
+// line: its values are the kinds of those that differ between the form's lines, see ValueKind. prompt, request: the
+// text that prefixes are compared by, and the one that identical requests are found by; their values are indices of the
+// line's values. prompt_is_text: the prompt is the characters of its only value, a string. A request without a request
+// hash counts as different from all others.
+struct FormArgs {
+  PatternArgs line, prompt, request;
+  int64_t prompt_is_text, has_request_hash;
+};
+
+// kId is the custom_id without its quotes.
+enum ValueKind : int32_t { kId, kString, kArray, kObject, kInteger };
 
 // Whole lines, and arrays for at most max_lines of them. forms: the number of the line's form, kOtherLine or kBlankLine.
 // The arrays after it are set only for lines that have a form.

@@ -310,14 +310,17 @@ int32_t scan(void* forms, const std::string& lines) {
 // Lines of a known form, whole, cut off at every byte, and damaged.
 void try_line_forms() {
   void* const forms = batchline_line_forms_open();
-  const std::string before = "{\"custom_id\":\"", between = "\",\"body\":{\"messages\":", after = "}}\n", bracket = "[";
-  const FormArgs form{text(before),  text(between), text(after), text(bracket),
-                      text(bracket), text(before),  text(after), 1};
+  const std::string before = "{\"custom_id\":\"", between = "\",\"body\":{\"messages\":", middle = ",\"input\":",
+                    after = "}}\n";
+  const Text pieces[] = {text(before), text(between), text(middle), text(after)};
+  const int32_t kinds[] = {kId, kArray, kString}, prompt_values[] = {2}, request_values[] = {2, 1};
+  const FormArgs form{{pieces, kinds, 3}, {pieces, prompt_values, 1}, {pieces, request_values, 2}, 1, 1};
   require(batchline_line_forms_add(forms, &form) == 0, "the first form");
   const std::string messages =
       "[ {\"role\":\"user\", \"content\":\"a\\n\\u00e9\\ud83d\\ude00\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80\\\"\\u0001 0123456789\"},"
       "[1,-20,true,null,{\"b\":{},\"a\":[[{}]]}]]";
-  const std::string line = before + "an id" + between + messages + after;
+  const std::string input = "\"a\\n\\u00e9\\ud83d\\ude00\xc3\xa9\xe2\x82\xac\\\"\\u0001\\u001f 0123456789\"";
+  const std::string line = before + "an id" + between + messages + middle + input + after;
   require(scan(forms, line) == 0, "a known form");
   require(scan(forms, line + "\n" + line + line) == 0, "several lines");
   std::minstd_rand random(1);
