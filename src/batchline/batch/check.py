@@ -308,8 +308,8 @@ class _CheckPass:
             is_line = scanned.forms != BLANK_LINE
             positions = self.report.num_lines + np.cumsum(is_line) - 1
             line_numbers = self._line_number + 1 + np.arange(len(ends))
-            raw_lines = [block[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
-            hashes = np.fromiter(map(hash, raw_lines), np.int64, len(raw_lines))
+            spans = list(zip(starts.tolist(), ends.tolist(), strict=True))
+            hashes = np.fromiter((hash(block[start:end]) for start, end in spans), np.int64, len(spans))
             entries = self.report.num_bytes + starts, scanned.lengths, line_numbers, hashes
             self._index.append_lines(*(column[is_line] for column in entries))
             self.report.num_lines += int(is_line.sum())
@@ -319,7 +319,7 @@ class _CheckPass:
             forms.take(scanned, is_recognized, positions[is_recognized])
             self._add_id_hashes(scanned.id_hashes[is_recognized], positions[is_recognized])
             for line in np.flatnonzero(scanned.forms == OTHER_LINE).tolist():
-                self._add_line(raw_lines[line], int(positions[line]), int(line_numbers[line]))
+                self._add_line(block[starts[line] : ends[line]], int(positions[line]), int(line_numbers[line]))
                 _stop_if(should_stop)
             _stop_if(should_stop)
             block = block[int(ends[-1]) :]
