@@ -2,9 +2,11 @@
 // on whether this library was built.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace batchline {
 
@@ -51,19 +53,56 @@ class Blake2b {
  public:
   static constexpr int64_t kDigestBytes = 16;
 
-  static void digest(const uint8_t* data, int64_t size, uint8_t* out) {
+  typedef uint64_t Lanes4 __attribute__((vector_size(32)));
+  typedef uint64_t Lanes8 __attribute__((vector_size(64)));
+
+  struct Message {
+    const uint8_t* data;
+    int64_t size;
+    uint8_t* out;
+  };
+
+  // Up to eight at once, as far as the processor can.
+  static void digest_all(const std::vector<Message>& messages) {
+    const Message *const begin = messages.data(), *const end = begin + messages.size();
+#ifdef __x86_64__
+    if (__builtin_cpu_supports("avx512f")) return digest_avx512(begin, end);
+    if (__builtin_cpu_supports("avx2")) return digest_avx2(begin, end);
+#endif
+    for (const Message& message : messages) digest(message);
+  }
+
+  static void digest(const Message& message) {
     uint64_t h[8];
     std::memcpy(h, kInitial, sizeof h);
-    h[0] ^= 0x01010000 ^ kDigestBytes;
-    uint64_t num_hashed = 0;
-    for (; size > kBlockBytes; data += kBlockBytes, size -= kBlockBytes) {
-      num_hashed += kBlockBytes;
-      compress(h, data, num_hashed, false);
+    h[0] = kFirst;
+    digest_rest(h, message, 0);
+  }
+
+  // Each lane of a vector digests a text of its own, and takes the next one when it has finished. One lane alone would
+  // be slower than a number.
+  template <typename Lanes>
+  [[gnu::always_inline]] static void digest_in_lanes(const Message* messages, const Message* end) {
+    constexpr int num_lanes = sizeof(Lanes) / sizeof(uint64_t);
+    Reader readers[num_lanes];
+    Lanes h[8] = {};
+    for (;;) {
+      int num_busy = 0;
+      for (int lane = 0; lane < num_lanes; ++lane) {
+        if (!readers[lane].is_busy && messages < end) {
+          readers[lane] = {*messages++, 0, true};
+          for (int i = 0; i < 8; ++i) h[i][lane] = i == 0 ? kFirst : kInitial[i];
+        }
+        num_busy += readers[lane].is_busy;
+      }
+      if (num_busy < 2) break;
+      digest_blocks(h, readers);
     }
-    uint8_t last[kBlockBytes] = {};
-    if (size > 0) std::memcpy(last, data, static_cast<size_t>(size));
-    compress(h, last, num_hashed + static_cast<uint64_t>(size), true);
-    std::memcpy(out, h, kDigestBytes);
+    for (int lane = 0; lane < num_lanes; ++lane) {
+      uint64_t rest[8];
+      for (int i = 0; i < 8; ++i) rest[i] = h[i][lane];
+      if (readers[lane].is_busy) digest_rest(rest, readers[lane].message, readers[lane].num_hashed);
+    }
   }
 
  private:
@@ -71,6 +110,7 @@ class Blake2b {
   static constexpr uint64_t kInitial[8] = {0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b,
                                            0xa54ff53a5f1d36f1, 0x510e527fade682d1, 0x9b05688c2b3e6c1f,
                                            0x1f83d9abfb41bd6b, 0x5be0cd19137e2179};
+  static constexpr uint64_t kFirst = kInitial[0] ^ 0x01010000 ^ kDigestBytes;  // the parameters: no key
   static constexpr uint8_t kOrder[10][16] = {
       {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, {14, 10, 4, 8, 9, 15, 13, 6, 1, 12, 0, 2, 11, 7, 5, 3},
       {11, 8, 12, 0, 5, 2, 15, 13, 10, 14, 3, 6, 7, 1, 9, 4}, {7, 9, 3, 1, 13, 12, 11, 14, 2, 6, 5, 10, 4, 0, 15, 8},
@@ -78,9 +118,67 @@ class Blake2b {
       {12, 5, 1, 15, 14, 13, 4, 10, 0, 7, 6, 3, 9, 2, 8, 11}, {13, 11, 7, 14, 12, 1, 3, 9, 5, 0, 15, 4, 8, 6, 2, 10},
       {6, 15, 14, 9, 11, 3, 0, 8, 12, 2, 13, 7, 1, 4, 10, 5}, {10, 2, 8, 4, 7, 6, 1, 5, 15, 11, 9, 14, 3, 12, 13, 0}};
 
-  static uint64_t rotated(uint64_t x, int bits) { return x >> bits | x << (64 - bits); }
+  // A text that is digested block by block.
+  struct Reader {
+    Message message = {};
+    int64_t num_hashed = 0;
+    bool is_busy = false;
 
-  static void mix(uint64_t& a, uint64_t& b, uint64_t& c, uint64_t& d, uint64_t x, uint64_t y) {
+    bool is_at_last_block() const { return message.size - num_hashed <= kBlockBytes; }
+
+    // What it returns is in the message or in `space`, with zeros behind the end.
+    const uint8_t* next_block(uint8_t (&space)[kBlockBytes]) {
+      const uint8_t* const block = message.data + num_hashed;
+      const int64_t size = std::min(kBlockBytes, message.size - num_hashed);
+      num_hashed += size;
+      if (size == kBlockBytes) return block;
+      std::memset(space, 0, sizeof space);
+      if (size > 0) std::memcpy(space, block, static_cast<size_t>(size));
+      return space;
+    }
+  };
+
+  // Digests the next block of each reader.
+  template <typename Lanes, size_t num_lanes>
+  [[gnu::always_inline]] static void digest_blocks(Lanes (&h)[8], Reader (&readers)[num_lanes]) {
+    uint8_t space[kBlockBytes];
+    Lanes v[16], m[16] = {}, num_hashed = {}, is_last = {};
+    for (size_t lane = 0; lane < num_lanes; ++lane) {
+      is_last[lane] = readers[lane].is_at_last_block() ? ~uint64_t{0} : 0;
+      const uint8_t* const block = readers[lane].next_block(space);
+      for (int i = 0; i < 16; ++i) m[i][lane] = load64(block + 8 * i);
+      num_hashed[lane] = static_cast<uint64_t>(readers[lane].num_hashed);
+    }
+    for (int i = 0; i < 8; ++i) v[i] = h[i], v[i + 8] = Lanes{} + kInitial[i];
+    v[12] ^= num_hashed, v[14] ^= is_last;
+    mix_all(v, m);
+    for (int i = 0; i < 8; ++i) h[i] ^= v[i] ^ v[i + 8];
+    for (size_t lane = 0; lane < num_lanes; ++lane) {
+      if (!readers[lane].is_busy || is_last[lane] == 0) continue;
+      const uint64_t digest[] = {h[0][lane], h[1][lane]};
+      std::memcpy(readers[lane].message.out, digest, kDigestBytes);
+      readers[lane].is_busy = false;
+    }
+  }
+
+#ifdef __x86_64__
+  [[gnu::target("avx512f")]] static void digest_avx512(const Message* messages, const Message* end) {
+    digest_in_lanes<Lanes8>(messages, end);
+  }
+
+  [[gnu::target("avx2")]] static void digest_avx2(const Message* messages, const Message* end) {
+    digest_in_lanes<Lanes4>(messages, end);
+  }
+#endif
+
+  // What follows works on a number or, in each lane, on one of several.
+  template <typename T>
+  [[gnu::always_inline]] static T rotated(T x, int bits) {
+    return x >> bits | x << (64 - bits);
+  }
+
+  template <typename T>
+  [[gnu::always_inline]] static void mix(T& a, T& b, T& c, T& d, const T& x, const T& y) {
     a += b + x;
     d = rotated(d ^ a, 32);
     c += d;
@@ -91,8 +189,8 @@ class Blake2b {
     b = rotated(b ^ c, 63);
   }
 
-  template <int round>
-  static void mix_round(uint64_t (&v)[16], const uint64_t (&m)[16]) {
+  template <int round, typename T>
+  [[gnu::always_inline]] static void mix_round(T (&v)[16], const T (&m)[16]) {
     constexpr const uint8_t(&s)[16] = kOrder[round % 10];
     mix(v[0], v[4], v[8], v[12], m[s[0]], m[s[1]]);
     mix(v[1], v[5], v[9], v[13], m[s[2]], m[s[3]]);
@@ -104,6 +202,25 @@ class Blake2b {
     mix(v[3], v[4], v[9], v[14], m[s[14]], m[s[15]]);
   }
 
+  template <typename T>
+  [[gnu::always_inline]] static void mix_all(T (&v)[16], const T (&m)[16]) {
+    mix_round<0>(v, m), mix_round<1>(v, m), mix_round<2>(v, m), mix_round<3>(v, m);
+    mix_round<4>(v, m), mix_round<5>(v, m), mix_round<6>(v, m), mix_round<7>(v, m);
+    mix_round<8>(v, m), mix_round<9>(v, m), mix_round<10>(v, m), mix_round<11>(v, m);
+  }
+
+  // Digests what comes after the first blocks.
+  static void digest_rest(uint64_t (&h)[8], const Message& message, int64_t num_hashed) {
+    Reader reader{message, num_hashed, true};
+    uint8_t space[kBlockBytes];
+    for (bool is_last = false; !is_last;) {
+      is_last = reader.is_at_last_block();
+      const uint8_t* const block = reader.next_block(space);
+      compress(h, block, static_cast<uint64_t>(reader.num_hashed), is_last);
+    }
+    std::memcpy(message.out, h, kDigestBytes);
+  }
+
   static void compress(uint64_t (&h)[8], const uint8_t* block, uint64_t num_hashed, bool is_last) {
     uint64_t m[16], v[16];
     std::memcpy(m, block, sizeof m);
@@ -111,9 +228,7 @@ class Blake2b {
     std::memcpy(v + 8, kInitial, sizeof kInitial);
     v[12] ^= num_hashed;
     if (is_last) v[14] = ~v[14];
-    mix_round<0>(v, m), mix_round<1>(v, m), mix_round<2>(v, m), mix_round<3>(v, m);
-    mix_round<4>(v, m), mix_round<5>(v, m), mix_round<6>(v, m), mix_round<7>(v, m);
-    mix_round<8>(v, m), mix_round<9>(v, m), mix_round<10>(v, m), mix_round<11>(v, m);
+    mix_all(v, m);
     for (int i = 0; i < 8; ++i) h[i] ^= v[i] ^ v[i + 8];
   }
 };

@@ -85,6 +85,7 @@ class LineForms {
   int64_t scan(const ScanArgs& a) {
     const uint8_t *data = a.lines.data, *const end = data + a.lines.size;
     int64_t line = 0;
+    texts_.clear(), digests_.clear();
     for (; line < a.max_lines && data < end; ++line) {
       const auto* newline = static_cast<const uint8_t*>(std::memchr(data, '\n', static_cast<size_t>(end - data)));
       const uint8_t* const next = newline == nullptr ? end : newline + 1;
@@ -92,6 +93,13 @@ class LineForms {
       a.forms[line] = scan_line(a, line, data, next);
       data = next;
     }
+    int64_t start = 0;
+    for (Blake2b::Message& digest : digests_) {
+      if (digest.data != nullptr) continue;
+      digest.data = texts_.data() + start;
+      start += digest.size;
+    }
+    Blake2b::digest_all(digests_);
     return line;
   }
 
@@ -107,7 +115,7 @@ class LineForms {
     const int32_t number = find_form(data, end);
     if (number < 0) return is_blank(data, end) ? kBlankLine : kOtherLine;
     const Form& form = forms_[static_cast<size_t>(number)];
-    Blake2b::digest(id_, id_end_ - id_, a.id_hashes + line * Blake2b::kDigestBytes);
+    digests_.push_back({id_, id_end_ - id_, a.id_hashes + line * Blake2b::kDigestBytes});
     hash_prompt(a, line, form);
     hash_request(a, line, form);
     return number;
@@ -151,7 +159,9 @@ class LineForms {
       const JsonValue& value = values_[static_cast<size_t>(form.prompt.values.front())];
       value.append_characters(scratch_, a.prefix_lengths[a.num_prefix_lengths - 1]);
     } else {
-      append(form.prompt, [this](const JsonValue& value) { append(value.text(), value.size()); });
+      append(scratch_, form.prompt, [this](const JsonValue& value) {
+        scratch_.insert(scratch_.end(), value.text(), value.text() + value.size());
+      });
     }
     const auto size = static_cast<int64_t>(scratch_.size());
     uint32_t crc = 0;
@@ -171,23 +181,19 @@ class LineForms {
       std::memset(out, 0, Blake2b::kDigestBytes);
       return;
     }
-    scratch_.clear();
-    append(form.request, [this](const JsonValue& value) { value.append_sorted(scratch_); });
-    Blake2b::digest(scratch_.data(), static_cast<int64_t>(scratch_.size()), out);
+    const size_t start = texts_.size();
+    append(texts_, form.request, [this](const JsonValue& value) { value.append_sorted(texts_); });
+    digests_.push_back({nullptr, static_cast<int64_t>(texts_.size() - start), out});
   }
 
-  // Writes the pattern's pieces, and its values by `append_value`.
+  // Appends the pattern's pieces, and its values by `append_value`.
   template <typename AppendValue>
-  void append(const Pattern& pattern, const AppendValue& append_value) {
-    append(pattern.pieces.front());
-    for (size_t i = 0; i < pattern.values.size(); ++i) {
-      append_value(values_[static_cast<size_t>(pattern.values[i])]);
-      append(pattern.pieces[i + 1]);
+  void append(std::vector<uint8_t>& text, const Pattern& pattern, const AppendValue& append_value) {
+    for (size_t i = 0; i < pattern.pieces.size(); ++i) {
+      if (i > 0) append_value(values_[static_cast<size_t>(pattern.values[i - 1])]);
+      text.insert(text.end(), pattern.pieces[i].begin(), pattern.pieces[i].end());
     }
   }
-
-  void append(const std::string& text) { scratch_.insert(scratch_.end(), text.begin(), text.end()); }
-  void append(const uint8_t* text, int64_t size) { scratch_.insert(scratch_.end(), text, text + size); }
 
   const Crc32 crc32_;
   std::deque<Form> forms_;  // its elements stay where they are, for the keys of `by_last_piece`
@@ -195,6 +201,8 @@ class LineForms {
   std::vector<JsonValue> values_;  // of the line that is being read; an id has none
   const uint8_t *id_ = nullptr, *id_end_ = nullptr;
   std::vector<uint8_t> scratch_;
+  std::vector<uint8_t> texts_;              // of the requests, one behind the other
+  std::vector<Blake2b::Message> digests_;  // to be computed; the text of one without data is the next of `texts_`
 };
 
 }  // namespace

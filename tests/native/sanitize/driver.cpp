@@ -13,6 +13,7 @@
 
 #include "../../../src/batchline/native/encoder_kernels.h"
 #include "../../../src/batchline/native/grouped_kernels.h"
+#include "../../../src/batchline/native/hashes.h"
 #include "../../../src/batchline/native/int8_kernels.h"
 #include "../../../src/batchline/native/kernels.h"
 #include "../../../src/batchline/native/line_forms.h"
@@ -333,6 +334,33 @@ void try_line_forms() {
   batchline_line_forms_close(forms);
 }
 
+// Texts of all lengths, digested one by one and several at once.
+void try_digests() {
+  std::minstd_rand random(1);
+  std::vector<std::vector<uint8_t>> texts(100);
+  std::vector<std::array<uint8_t, 16>> one_by_one(texts.size()), at_once(texts.size());
+  for (size_t count = 0; count <= texts.size(); count += count < 10 ? 1 : 15) {
+    std::vector<Blake2b::Message> messages;
+    for (size_t i = 0; i < count; ++i) {
+      texts[i].resize(random() % 4 == 0 ? random() % 5 * 128 : random() % 700);
+      for (uint8_t& byte : texts[i]) byte = static_cast<uint8_t>(random());
+      const auto size = static_cast<int64_t>(texts[i].size());
+      Blake2b::digest({texts[i].data(), size, one_by_one[i].data()});
+      messages.push_back({texts[i].data(), size, at_once[i].data()});
+    }
+    const auto compare = [&] {
+      require(std::equal(at_once.begin(), at_once.begin() + count, one_by_one.begin()), "digests of several texts");
+      for (auto& digest : at_once) digest.fill(0);
+    };
+    Blake2b::digest_in_lanes<Blake2b::Lanes4>(messages.data(), messages.data() + count);
+    compare();
+    Blake2b::digest_in_lanes<Blake2b::Lanes8>(messages.data(), messages.data() + count);
+    compare();
+    Blake2b::digest_all(messages);
+    compare();
+  }
+}
+
 void try_sort_rows() {
   std::minstd_rand random(1);
   for (const int64_t width : {1, 7, 55}) {
@@ -350,6 +378,7 @@ void try_sort_rows() {
 
 int main() {
   try_line_forms();
+  try_digests();
   try_sort_rows();
   for (int isa = 0; isa < 5; ++isa) {
     if (!batchline_is_supported(isa)) continue;
