@@ -141,7 +141,7 @@ def test_long_and_odd_lines_give_the_same_results_as_without_forms(tmp_path: Pat
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "QUJD" * 300_000}}
     lines: list[Any] = []
     for n in range(40):
-        content: Any = ["short", "x" * 70_000, [{"type": "text", "text": "a"}, image], "y" * 5_000_000][
+        content: Any = ["short", "x" * 70_000, [{"type": "text", "text": "a"}, image], "y" * 17_000_000][
             n % 4 if n < 9 else 0
         ]
         call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
@@ -150,7 +150,7 @@ def test_long_and_odd_lines_give_the_same_results_as_without_forms(tmp_path: Pat
         lines += [one + b"\r" * (n % 2), b" " * (n % 3 * 40_000)]
         changes = [(b"null", b"NaN"), (b'"role"', b'"role": "x", "role"'), (b'"user"', b'"\xff"'), (b"r3", b"\\u0072")]
         lines += [one.replace(*changes[n % 4], 1)] if n > 8 else []
-    lines.append(json.dumps(line("last", "y" * 5_000_000)).encode())
+    lines.append(json.dumps(line("last", "y" * 17_000_000)).encode())
     assert_same_without_forms(joined(lines), tmp_path)
     assert_same_without_forms(b"\xef\xbb\xbf" + joined(lines)[:-1], tmp_path)
 

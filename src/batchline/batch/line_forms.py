@@ -29,7 +29,7 @@ MAX_FORMS = 2000
 MAX_FORMS_BYTES = 8 << 20
 """The text of all forms is at most about three times that long."""
 
-MAX_RECOGNIZED_BYTES = 4 << 20
+MAX_RECOGNIZED_BYTES = 16 << 20
 """Longer lines may not be recognized: the memory for a block of lines has a limit."""
 
 MAX_SCANNED_LINES = 8192

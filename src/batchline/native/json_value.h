@@ -104,7 +104,8 @@ class JsonValue {
   static constexpr char kControls[] = "\b\t\n\f\r", kEscapes[] = "btnfr";
 
   // A value, or a member of an object: where its text begins and ends, and where the key ends (in an array, where the
-  // value begins). Children are linked in sorted order. Only values that contain objects have them.
+  // value begins). Children are linked in sorted order. Only values that contain objects have them. Neighbours in an
+  // array that contain none share a node, so that a long list of numbers takes no memory.
   struct Node {
     uint32_t begin, key_end, end, first_child, next;
     bool is_object;
@@ -152,8 +153,13 @@ class JsonValue {
       const uint32_t child = begin_node();
       if (is_object && !read_key(child)) return false;
       if (!read_value(depth + 1, child)) return false;
-      has_objects = has_objects || nodes_[child].first_child != kNone || nodes_[child].is_object;
-      open_children_.push_back(child);
+      has_objects = has_objects || !is_leaf(child);
+      if (!is_object && open_children_.size() > first_open && is_leaf(child) && is_leaf(open_children_.back())) {
+        nodes_[open_children_.back()].end = position();
+        nodes_.resize(child);
+      } else {
+        open_children_.push_back(child);
+      }
     }
     copy_one();
     nodes_[node].is_object = is_object;
@@ -162,6 +168,9 @@ class JsonValue {
     open_children_.resize(first_open);
     return is_valid;
   }
+
+  // Whether the value has no object in it.
+  bool is_leaf(uint32_t node) const { return nodes_[node].first_child == kNone && !nodes_[node].is_object; }
 
   // A key and its colon.
   bool read_key(uint32_t child) {
