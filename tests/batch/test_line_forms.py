@@ -369,6 +369,19 @@ def test_a_file_whose_lines_have_little_in_common_is_read_all_the_same(
     assert_same_without_forms(joined(lines), tmp_path)
 
 
+def test_long_forms_are_not_learned_and_leave_room_for_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parsed: Callable[[], int]
+) -> None:
+    monkeypatch.setattr(forms_module, "MAX_FORMS_BYTES", 2000)
+    long = [line(f"long{n}", chat("hi"), tools=["x" * 3000, n]) for n in range(100)]
+    short = [line(f"r{n}", chat("hi"), max_tokens=n % 2) for n in range(1000)]
+    lines = joined([one for n in range(100) for one in (long[n], *short[10 * n : 10 * n + 10])])
+    assert_same_without_forms(lines, tmp_path)
+    before = num_parsed()
+    checked(lines, tmp_path)
+    assert 100 < num_parsed() - before < 200
+
+
 def test_a_stop_interrupts_a_file_whose_lines_are_all_recognized(tmp_path: Path) -> None:
     asked: Iterator[bool] = iter([False] * 8 + [True] * 9)
     with pytest.raises(RunInterrupted):

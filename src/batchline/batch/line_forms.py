@@ -1,5 +1,4 @@
-"""Takes whole blocks of lines that are like earlier ones in everything but their `custom_id`, prompt, and a few other
-fields.
+"""Takes whole blocks of lines that are like earlier ones in everything but `custom_id`, prompt and a few other fields.
 
 A *form* is a batch line without these values. The check pass parses the first line of each form in Python, and
 remembers here what it has found. The native library then recognizes the form's other lines, checks and hashes them
@@ -90,9 +89,10 @@ class LineForms:
             return
         parts = KeyParts(0, 0, 0, False) if self._planner is None else self._planner.key_parts(url, body)
         text = _form_text(line, names, url, body, parts)
-        self._num_bytes += sum(map(len, pieces))
-        if text is None or self._num_bytes > MAX_FORMS_BYTES:
+        num_bytes = self._num_bytes + sum(map(len, pieces))
+        if text is None or num_bytes > MAX_FORMS_BYTES:
             return
+        self._num_bytes = num_bytes
         self._known.add(line)
         number = self._native.add(text)
         self._key_parts[number]["model"], self._key_parts[number]["endpoint"] = parts.model, parts.endpoint
