@@ -34,8 +34,8 @@ class ModelConfig:
     unlisted_names: further names that requests may use, and that nobody is shown.
     scoring: how a generative model scores pairs: `similarity` of their vectors, or its `yes-no` answer, as in
         Qwen3-Reranker; `auto` decides by the model's files and name.
-    quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs, and `int4` in 4 bits, those of the
-        embedding table and the head in 6; None stores them as `dtype`.
+    quantization: `int8` stores the weights of linear layers in 8 bits, on CPUs, and `int4` (only for generative
+        models) in 4 bits, those of the embedding table and the head in 6; None stores them as `dtype`.
     max_model_len: context length in tokens; None uses the model's own.
     num_threads: CPU threads for the forward pass; None uses every core of this process, within a container's limit.
     cpu_kernels: which of the engine's native kernels run on a CPU; `auto` uses the best that the processor supports,

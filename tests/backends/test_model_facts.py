@@ -129,6 +129,15 @@ async def test_embedding_model_and_cross_encoder_tell_what_runs() -> None:
         assert "no cache" in facts.text
 
 
+@has_kernels
+async def test_quantization_of_embedding_model_and_cross_encoder_is_told() -> None:
+    for name in ("tiny-embed", "tiny-rerank"):
+        facts = await facts_of(name, quantization="int8")
+        assert (facts.quantization, facts.dtype) == ("int8", "float32")
+        assert facts.labels()["quantization"] == "int8"
+        assert facts.kernels.endswith(", whole encoder")
+
+
 def test_the_draft_model_is_named() -> None:
     assert replace(FACTS, draft_model="drafts/small").text.endswith(", draft model drafts/small")
     assert "draft" not in FACTS.text

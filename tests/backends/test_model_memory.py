@@ -22,9 +22,9 @@ from batchline.backends.model_memory import (
 from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from batchline.engine.core import Engine
 from batchline.engine.draft_model import Drafter
-from batchline.engine.grouped_layers import GroupedLinear
 from batchline.engine.kv_cache import by_layer
 from batchline.engine.model_loader import load_model
+from batchline.native.linear_modules import GroupedLinear
 
 TINY_CHAT = str(Path(__file__).parents[2] / "examples/models/tiny-chat")
 TINY_EMBED = str(Path(__file__).parents[2] / "examples/models/tiny-embed")
@@ -224,6 +224,16 @@ def test_quantized_weights_count_as_they_are_loaded_and_as_they_stay() -> None:
     resident = sum(part.numel() * part.element_size() for part in parts)
     assert weight_bytes(config, "generate", is_loaded=True) == resident
     assert weight_bytes(config, "generate") == weight_bytes(ModelConfig(model=TINY_CHAT, dtype="float32"), "generate")
+
+
+def test_an_int8_embedding_model_counts_in_bfloat16_which_a_native_encoder_may_store() -> None:
+    config, bfloat16 = (
+        ModelConfig(model=TINY_EMBED, **more) for more in ({"quantization": "int8"}, {"dtype": "bfloat16"})
+    )
+    need, wider = (memory_need(EngineConfig(model=model), "embed") for model in (config, bfloat16))
+    assert need is not None
+    assert need.dtype == "bfloat16"
+    assert need == wider
 
 
 def test_weights_of_4_bits_count_with_their_scales() -> None:

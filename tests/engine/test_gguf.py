@@ -27,13 +27,14 @@ from batchline.config import CacheConfig, CpuKernels, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.gguf_model import FLOATS, KEPT, _floats, grouped_weight
-from batchline.engine.grouped_layers import GroupedEmbedding, GroupedLinear
+from batchline.engine.grouped_layers import GroupedEmbedding
 from batchline.engine.model_loader import load_model
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import ModelLoadError, UnsupportedModel, UsageError
 from batchline.native.grouped import GroupedKernels, dequantized, pack_grouped
 from batchline.native.int8 import supported_isas
 from batchline.native.library import open_kernels
+from batchline.native.linear_modules import GroupedLinear
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 

@@ -21,8 +21,6 @@ from batchline.engine.fusion import FusedStack
 from batchline.engine.grouped_layers import (
     GroupedEmbedding,
     GroupedLayers,
-    GroupedLinear,
-    NativeGroupedLinear,
     quantize_to_int4,
 )
 from batchline.engine.linear_layers import FloatFormat
@@ -39,6 +37,7 @@ from batchline.native.grouped import (
 )
 from batchline.native.int8 import Int8Isa, open_int8_kernels, supported_isas
 from batchline.native.library import open_kernels
+from batchline.native.linear_modules import GroupedLinear, NativeGroupedLinear
 from batchline.native.packing import Gate
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")

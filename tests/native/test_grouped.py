@@ -15,6 +15,7 @@ from batchline.native.grouped import (
     GroupedWeight,
     PackedGrouped,
     dequantized,
+    in_bytes,
     joined,
     open_grouped_kernels,
     pack_grouped,
@@ -332,3 +333,15 @@ def test_native_rounding_is_as_good_as_torch(
     in_torch = quantized(weight, form)
     assert (scales == in_torch.scales).float().mean() > 0.98
     assert error_of(native, weight) <= 1.0001 * error_of(pack_grouped(in_torch), weight)
+
+
+def test_a_weight_in_bytes_is_within_half_a_step_of_the_original() -> None:
+    weight = torch.randn(37, 70) * torch.logspace(-3, 3, 37)[:, None]
+    weight[3, :32] = 0
+    rounded = in_bytes(weight)
+    assert rounded.values.shape == weight.shape
+    steps = rounded.scales.float().repeat_interleave(GROUP, 1)[:, :70]
+    errors = (dequantized(pack_grouped(rounded)) - weight).abs()
+    assert (errors <= 0.56 * steps).all(), "half a step, or a little more where float16 has rounded the scale down"
+    assert (dequantized(pack_grouped(rounded))[3, :32] == 0).all()
+    assert rounded.values.min() >= 1, "-128 is not used"

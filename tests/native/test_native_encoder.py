@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from batchline.native.encoder import EncoderLayer, EncoderWeights, NativeEncoder, Norm, open_encoder
+from batchline.native.encoder import EncoderLayer, EncoderWeights, NativeEncoder, Norm, ScaledGrouped, open_encoder
+from batchline.native.grouped import (
+    GroupedKernels,
+    dequantized,
+    in_bytes,
+    open_grouped_kernels,
+    pack_grouped,
+    rounded_groups,
+)
+from batchline.native.int8 import Int8Isa, supported_isas
 from batchline.native.library import Isa, load_library, open_kernels
 from batchline.native.packing import pack
 
@@ -101,7 +110,12 @@ class Reference:
         return (1 + self._random(self.shape.hidden) * 0.1).to(self.dtype), self._random(self.shape.hidden) * 0.1
 
 
-def _linear(x: Tensor, linear: tuple[Tensor, Tensor]) -> Tensor:
+def _linear(x: Tensor, linear: tuple[Tensor, Tensor] | ScaledGrouped) -> Tensor:
+    if isinstance(linear, ScaledGrouped):
+        weight = linear.weight
+        assert weight.bias is not None
+        rows = rounded_groups((x * linear.factors.float()).to(torch.bfloat16))
+        return functional.linear(rows, dequantized(weight), weight.bias[: weight.num_outputs])
     return functional.linear(x, linear[0].float(), linear[1].float())
 
 
@@ -213,3 +227,63 @@ def test_what_is_out_of_range_is_refused_before_anything_is_read(part: str, valu
     getattr(batch, part).view(-1)[1] = value
     with pytest.raises(IndexError, match="out of range"):
         batch.run(encoder)
+
+
+class BytesReference(Reference):
+    """Linear layers are bytes, and their inputs become bytes at run time."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape, torch.bfloat16)
+        self.bytes = [[self._in_bytes(*linear) for linear in linears] for linears, _, _ in self.layers]
+
+    def native_bytes(self, isa: Isa, grouped: GroupedKernels) -> NativeEncoder:
+        names = ("qkv", "attention_out", "up", "down")
+        layers = [
+            EncoderLayer(**dict(zip(names, linears, strict=True)), attention_norm=first, output_norm=second)
+            for linears, (_, first, second) in zip(self.bytes, self.layers, strict=True)
+        ]
+        words, positions, types = self.tables
+        weights = EncoderWeights(
+            words=words,
+            positions=positions,
+            types=types,
+            embedding_norm=self.embedding_norm,
+            layers=layers,
+            num_heads=self.shape.num_heads,
+            eps=EPS,
+        )
+        return open_encoder(isa, weights, grouped)
+
+    def _in_bytes(self, weight: Tensor, bias: Tensor) -> ScaledGrouped:
+        factors = (0.5 + torch.rand(weight.shape[1])).to(torch.bfloat16)
+        return ScaledGrouped(pack_grouped(in_bytes(weight.float() / factors.float()), bias), factors)
+
+    def hidden_states(self, token_ids: Tensor, positions: Tensor, types: Tensor) -> Tensor:
+        floats = self.layers
+        self.layers = [(linears, first, second) for linears, (_, first, second) in zip(self.bytes, floats, strict=True)]  # type: ignore[misc]
+        try:
+            return super().hidden_states(token_ids, positions, types)
+        finally:
+            self.layers = floats
+
+
+BYTES_SHAPES = {**SHAPES, "groups that end early": Shape(48, 3, 112)}
+
+
+@pytest.mark.parametrize("shape", BYTES_SHAPES.values(), ids=BYTES_SHAPES)
+@pytest.mark.parametrize("int8_isa", supported_isas(), ids=lambda isa: isa.name.lower())
+def test_an_encoder_of_bytes_is_that_of_the_formulas(shape: Shape, int8_isa: Int8Isa) -> None:
+    assert LIBRARY is not None
+    assert open_grouped_kernels("auto") is not None, "declares the library's functions"
+    reference = BytesReference(shape)
+    encoder = reference.native_bytes(Isa.PORTABLE, GroupedKernels(LIBRARY, int8_isa))
+    batch = make_batch([1, 2, 16, 97, 300])
+    hidden = batch.run(encoder)
+    for index, length in enumerate(batch.lengths.tolist()):
+        one = batch.alone(index)
+        expected = reference.hidden_states(one.token_ids[0], one.positions[0], one.types[0])
+        actual = hidden[index, :length].float()
+        errors = (actual - expected).norm(dim=1) / expected.norm(dim=1)
+        assert errors.median() < 0.02
+        assert errors.max() < 0.1
+        assert torch.equal(one.run(encoder)[0], hidden[index, :length])

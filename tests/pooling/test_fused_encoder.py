@@ -16,6 +16,7 @@ from transformers import BertConfig, BertModel, RobertaConfig, RobertaModel
 
 from batchline.config import CpuKernels, ModelConfig
 from batchline.native.encoder import EncoderWeights, NativeEncoder, open_encoder
+from batchline.native.grouped import GroupedKernels
 from batchline.native.library import Isa, load_library
 from batchline.pooling.cross_encoder import load_cross_encoder
 from batchline.pooling.embedding import EmbeddingModel, load_embedding_model
@@ -84,9 +85,9 @@ def test_vectors_of_minilm_equal_sentence_transformers_with_all_kernels(
 ) -> None:
     opened: set[str] = set()
 
-    def noting(isa: Isa, weights: EncoderWeights) -> NativeEncoder:
+    def noting(isa: Isa, weights: EncoderWeights, grouped: GroupedKernels | None) -> NativeEncoder:
         opened.add(isa.name.lower())
-        return open_encoder(isa, weights)
+        return open_encoder(isa, weights, grouped)
 
     monkeypatch.setattr("batchline.pooling.fused_encoder.open_encoder", noting)
     model = load_embedding_model(ModelConfig(model=minilm, cpu_kernels=cpu_kernels, max_model_len=512))
@@ -231,7 +232,8 @@ def test_wrong_arithmetic_of_the_kernels_is_refused(
     mutation: Callable[[EncoderWeights], EncoderWeights], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "batchline.pooling.fused_encoder.open_encoder", lambda isa, weights: open_encoder(isa, mutation(weights))
+        "batchline.pooling.fused_encoder.open_encoder",
+        lambda isa, weights, grouped: open_encoder(isa, mutation(weights), grouped),
     )
     model = make_backbone("bert").to(dtype)
     assert fused(model).model is model

@@ -157,7 +157,8 @@ def weight_bytes(model: ModelConfig, task: Task, *, is_loaded: bool = False) -> 
     gguf = linked_files(str(folder))
     if gguf:
         return _gguf_bytes(read_gguf(model.model, gguf), item_size)
-    quantization = model.quantization if is_loaded else None
+    # a native encoder may store the bytes of embedding and scoring models as floats
+    quantization = model.quantization if is_loaded and task in TASKS_WITH_CACHE else None
     paths = [path for part in _parts(folder) for path in _weight_files(part)]
     return sum(_file_bytes(path, item_size, quantization) for path in paths)
 
@@ -331,8 +332,8 @@ def _dtype(model: ModelConfig, task: Task) -> str:
     """The data type that weights are loaded in."""
     if model.dtype != "auto":
         return model.dtype
-    if task not in ("generate", "transcribe"):
-        return "float32"
+    if task not in TASKS_WITH_CACHE:
+        return "float32" if model.quantization is None else "bfloat16"
     from batchline.checkpoints.device import choose_device, choose_dtype  # imports torch
 
     return str(choose_dtype(model, choose_device(model))).removeprefix("torch.")

@@ -30,8 +30,8 @@ def choose_dtype(config: ModelConfig, device: torch.device) -> torch.dtype:
 
 def choose_pooling_dtype(config: ModelConfig) -> torch.dtype:
     """The data type of an embedding or scoring model. `auto` is float32, in which rows equal sentence-transformers' own
-    to 1e-5."""
-    return DTYPES.get(config.dtype, torch.float32)
+    to 1e-5, or bfloat16 with int8, which loses more and whose kernels need it."""
+    return DTYPES.get(config.dtype, torch.float32 if config.quantization is None else torch.bfloat16)
 
 
 def is_out_of_memory(exc: BaseException) -> bool:

@@ -130,7 +130,10 @@ class ModelOptions:
             "-q",
             parser=parse_quantization,
             metavar="<int8|int4>",
-            help="Store weights in 8 or 4 bits, on CPUs: faster, with a loss of accuracy. Default: off.",
+            help=(
+                "Store weights in 8 bits (or 4, only for generative models), on CPUs: faster, with a loss of accuracy. "
+                "Default: off."
+            ),
             rich_help_panel=_MODEL,
         ),
     ] = None

@@ -18,9 +18,10 @@ from transformers.integrations.gguf.dequant import dequantize
 from batchline.checkpoints.gguf_file import TYPES, GgufTensor, read_gguf
 from batchline.checkpoints.gguf_folder import linked_files
 from batchline.engine.attention import PAGED_ATTENTION
-from batchline.engine.grouped_layers import GroupedEmbedding, GroupedLinear
+from batchline.engine.grouped_layers import GroupedEmbedding
 from batchline.errors import ModelLoadError
 from batchline.native.grouped import GroupedFormat, GroupedWeight, pack_grouped
+from batchline.native.linear_modules import GroupedLinear
 
 logger = logging.getLogger(__name__)
 

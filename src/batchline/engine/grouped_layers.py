@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from batchline.engine.linear_layers import AnyLinear, FloatFormat, LinearLayer, Rows, plain_linears
+from batchline.engine.linear_layers import AnyLinear, FloatFormat, LinearLayer
 from batchline.errors import UnsupportedModel
 from batchline.native.grouped import (
     GroupedFormat,
@@ -25,54 +25,10 @@ from batchline.native.grouped import (
     joined,
     pack_grouped,
     pack_grouped_gated,
-    picked_outputs,
     quantized,
-    rounded_groups,
 )
+from batchline.native.linear_modules import LARGEST_WEIGHT, GroupedLinear, NativeGroupedLinear, plain_linears
 from batchline.native.packing import Gate
-
-LARGEST_WEIGHT = 4e5
-"""The scale of a group with larger numbers may be no finite float16."""
-
-
-class GroupedLinear(nn.Module):
-    """A linear layer in plain torch: the reference for the kernels.
-
-    With bfloat16 rows, each group of a row is rounded to bytes, as in the kernels. Other rows are not rounded.
-    """
-
-    def __init__(self, weight: PackedGrouped) -> None:
-        super().__init__()
-        self.weight = weight
-        self.in_features, self.out_features = weight.num_inputs, weight.num_outputs
-
-    def picked(self, rows: Rows) -> GroupedLinear:
-        """See `linear_layers.picked`."""
-        return GroupedLinear(picked_outputs(self.weight, rows))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., inputs). Returns (..., outputs), of x's dtype."""
-        rows = x.reshape(-1, self.in_features)
-        rows = rounded_groups(rows) if x.dtype is torch.bfloat16 else rows.float()
-        bias = None if self.weight.bias is None else self.weight.bias[: self.out_features]
-        out = nn.functional.linear(rows, dequantized(self.weight), bias)
-        return out.to(x.dtype).view(*x.shape[:-1], self.out_features)
-
-
-class NativeGroupedLinear(nn.Module):
-    """The same layer on the native kernels."""
-
-    def __init__(self, weight: PackedGrouped, kernels: GroupedKernels) -> None:
-        super().__init__()
-        self.weight = weight
-        self._kernels = kernels
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (..., inputs), float32 or bfloat16. Returns (..., outputs)."""
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out = rows.new_empty(len(rows), self.weight.num_outputs)
-        self._kernels.linear(rows, self.weight, out)
-        return out.view(*x.shape[:-1], self.weight.num_outputs)
 
 
 class GroupedEmbedding(nn.Embedding):
@@ -179,7 +135,7 @@ def quantize_to_int4(name: str, model: Any) -> None:
     """Replace the model's linear layers by layers of 4 bits, and its embedding table and head, which lose more by
     rounding, by layers of 6 bits. In place. Raises: UnsupportedModel, before any change.
     """
-    linears = plain_linears(name, "int4", model)
+    linears = plain_linears(name, "int4", model, [model.get_output_embeddings()])
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     for path, parameter in model.named_parameters():
         if parameter.ndim > 1 and not bool(parameter.abs().amax() < LARGEST_WEIGHT):

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from batchline.errors import UnsupportedModel
 from batchline.native.int8 import Int8Kernels, PackedInt8Linear, pack_int8, pack_int8_gated, quantize
 from batchline.native.library import NativeKernels
+from batchline.native.linear_modules import Rows, plain_linears
 from batchline.native.packing import Gate, PackedLinear, pack, pack_gated
 
 
@@ -70,10 +70,6 @@ class LinearLayer(Generic[Weight]):
     def __call__(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """x: (rows, inputs); out: (rows, num_outputs), overwritten."""
         self.kernels.linear(x, self.weight, out)
-
-
-Rows = slice | torch.Tensor
-"""Which outputs of a linear layer, and in which order: a slice or int64 numbers."""
 
 
 class LinearFormat(Protocol):
@@ -178,38 +174,9 @@ def picked(linear: Any, rows: Rows) -> Any:
     return part
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """Whether the module only normalises. Norms per head, such as Cohere's, have a weight of two dimensions."""
-    return type(module).__name__.endswith("Norm")
-
-
-def plain_linears(name: str, method: str, model: Any) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """The linear layers between the embeddings and the head, by their paths. method: the quantization they are for.
-
-    Raises: UnsupportedModel if the model has weights of other kinds.
-    """
-    kept = {id(parameter) for parameter in model.get_output_embeddings().parameters()}
-    plain: list[tuple[str, nn.Linear | Conv1D]] = []
-    for path, module in model.named_modules():
-        is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept for p in module.parameters(recurse=False))
-        if type(module) in (nn.Linear, Conv1D) and not is_kept:
-            plain.append((path, module))
-        elif (
-            not is_kept
-            and not _is_norm(module)
-            and any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
-        ):
-            raise UnsupportedModel(
-                name,
-                f"--quantization {method} needs plain linear layers, but {path} has weights of another kind "
-                f"({type(module).__name__}); leave out the option",
-            )
-    return plain
-
-
 def quantize_linears(name: str, model: Any) -> None:
     """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
-    for path, linear in plain_linears(name, "int8", model):
+    for path, linear in plain_linears(name, "int8", model, [model.get_output_embeddings()]):
         model.set_submodule(path, Int8Linear(linear))
 
 

@@ -39,8 +39,6 @@ from batchline.engine.fusion import can_fuse, fuse, why_not_fused
 from batchline.engine.gguf_model import formats_of, load_gguf
 from batchline.engine.grouped_layers import (
     GroupedLayers,
-    GroupedLinear,
-    NativeGroupedLinear,
     has_grouped_layers,
     quantize_to_int4,
     use_grouped_kernels,
@@ -65,6 +63,7 @@ from batchline.model_facts import NOT_BUILT
 from batchline.native.grouped import dequantized, open_grouped_kernels
 from batchline.native.int8 import open_int8_kernels
 from batchline.native.library import NativeKernels, isa_name, load_library, open_kernels
+from batchline.native.linear_modules import GroupedLinear, NativeGroupedLinear
 
 logger = logging.getLogger(__name__)
 

@@ -1,15 +1,19 @@
 // The parts of an encoder's forward pass, for some rows, sequences or heads each.
 
 #include "encoder_attention.inc.h"
+#include "encoder_grouped.inc.h"
 
 template <class T>
 T* row_of(void* rows, int64_t row, int64_t width) {
   return static_cast<T*>(rows) + row * width;
 }
 
-// Rows [first_row, end_row) of out = x * weight^T + bias; x and out begin with the first of them.
+// out = x * weight^T + bias for some rows. scratch: of `GroupedMemory`.
 template <class T>
-void linear_rows(const T* x, int64_t inputs, const PackedWeight& weight, T* out, int64_t outputs, int64_t rows) {
+void linear_rows(const EncoderArgs& e, const T* x, int64_t inputs, const PackedWeight& weight, T* out, int64_t outputs,
+                 int64_t rows, void* scratch) {
+  if constexpr (kPair<T> > 1)
+    if (weight.scales != nullptr) return grouped_rows(e, x, inputs, weight, out, outputs, rows, scratch);
   LinearArgs a = {};
   a.x = x;
   a.panels = weight.panels;
@@ -44,9 +48,10 @@ void embed(const EncoderArgs& a, const EncoderRows& rows, int64_t sequence) {
 }
 
 template <class T>
-void project(const EncoderArgs& a, const EncoderRows& rows, int64_t layer, int64_t first_row, int64_t end_row) {
-  linear_rows(row_of<T>(rows.x, first_row, a.hidden), a.hidden, a.layers[layer].qkv,
-              row_of<T>(rows.qkv, first_row, 3 * a.hidden), 3 * a.hidden, end_row - first_row);
+void project(const EncoderArgs& a, const EncoderRows& rows, int64_t layer, int64_t first_row, int64_t end_row,
+             void* scratch) {
+  linear_rows(a, row_of<T>(rows.x, first_row, a.hidden), a.hidden, a.layers[layer].qkv,
+              row_of<T>(rows.qkv, first_row, 3 * a.hidden), 3 * a.hidden, end_row - first_row, scratch);
 }
 
 template <class T>
@@ -67,11 +72,12 @@ void finish(const EncoderArgs& a, const EncoderRows& rows, int64_t number, int64
   T* x = row_of<T>(rows.x, first_row, a.hidden);
   T* delta = static_cast<T*>(scratch);
   T* activated = delta + kEncoderRows * a.hidden;
-  linear_rows(row_of<T>(rows.attended, first_row, a.hidden), a.hidden, layer.attention_out, delta, a.hidden, count);
+  void* rest = activated + kEncoderRows * a.intermediate;
+  linear_rows(a, row_of<T>(rows.attended, first_row, a.hidden), a.hidden, layer.attention_out, delta, a.hidden, count, rest);
   add_and_normalise(x, delta, layer.attention_norm, count, a);
-  linear_rows(x, a.hidden, layer.up, activated, a.intermediate, count);
+  linear_rows(a, x, a.hidden, layer.up, activated, a.intermediate, count, rest);
   gelu_row(activated, count * a.intermediate);
-  linear_rows(activated, a.intermediate, layer.down, delta, a.hidden, count);
+  linear_rows(a, activated, a.intermediate, layer.down, delta, a.hidden, count, rest);
   add_and_normalise(x, delta, layer.output_norm, count, a);
 }
 
@@ -87,7 +93,7 @@ void write_sequence(const EncoderArgs& a, const EncoderRows& rows, int64_t seque
 template <class T>
 size_t encoder_scratch_bytes(const EncoderArgs& a) {
   const size_t attention = HeadMemory<T>(nullptr, a.longest, a.head_dim()).bytes();
-  const size_t finishing = static_cast<size_t>(kEncoderRows * (a.hidden + a.intermediate)) * sizeof(T);
+  const size_t finishing = static_cast<size_t>(kEncoderRows * (a.hidden + a.intermediate)) * sizeof(T) + grouped_bytes(a);
   return attention > finishing ? attention : finishing;
 }
 

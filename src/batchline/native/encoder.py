@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from batchline.native.grouped import GroupedFormat, GroupedKernels, PackedGrouped
 from batchline.native.library import DTYPES, Isa, check, load_library, run_parallel
 from batchline.native.packing import PackedLinear
 
@@ -20,15 +21,32 @@ Norm = tuple[torch.Tensor, torch.Tensor]
 """Weight and bias of a layer normalisation, (hidden,) each."""
 
 
+@dataclass(frozen=True, slots=True)
+class ScaledGrouped:
+    """A weight in bytes (Q8_0), for bfloat16 rows. factors: what each input is multiplied by before it becomes a byte,
+    (inputs,) bfloat16."""
+
+    weight: PackedGrouped
+    factors: torch.Tensor
+
+    @property
+    def num_outputs(self) -> int:
+        """Columns of the result."""
+        return self.weight.num_outputs
+
+
+EncoderWeight = PackedLinear | ScaledGrouped
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncoderLayer:
     """One post-normalised layer. qkv has the concatenated outputs of the query, key and value projections. Every linear
     layer has a bias."""
 
-    qkv: PackedLinear
-    attention_out: PackedLinear
-    up: PackedLinear
-    down: PackedLinear
+    qkv: EncoderWeight
+    attention_out: EncoderWeight
+    up: EncoderWeight
+    down: EncoderWeight
     attention_norm: Norm
     output_norm: Norm
 
@@ -50,7 +68,7 @@ class EncoderWeights:
 class PackedWeight(ctypes.Structure):
     """Mirrors the structure of the same name in `encoder_kernels.h`."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("panels", "bias")]
+    _fields_ = [(name, ctypes.c_void_p) for name in ("panels", "bias", "scales", "factors")]
 
 
 class NormWeights(ctypes.Structure):
@@ -76,6 +94,7 @@ class EncoderArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("words", "position_table", "type_table")),
         ("embedding_norm", NormWeights),
         ("layers", ctypes.POINTER(EncoderLayerArgs)),
+        ("grouped", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("num_words", "num_positions", "num_types")),
         *((name, ctypes.c_int64) for name in ("num_sequences", "longest", "num_layers", "num_heads")),
@@ -86,11 +105,15 @@ class EncoderArgs(ctypes.Structure):
 
 
 class NativeEncoder:
-    """An encoder on the kernels of one instruction set, on the CPU, in float32 or bfloat16."""
+    """An encoder on the kernels of one instruction set, on the CPU, in float32 or bfloat16. grouped: the kernels for
+    weights in bytes, if it has any."""
 
-    def __init__(self, library: ctypes.CDLL, isa: Isa, weights: EncoderWeights) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, isa: Isa, weights: EncoderWeights, grouped: GroupedKernels | None = None
+    ) -> None:
         self._library = library
         self._isa = isa
+        self._grouped = None if grouped is None else grouped.pointer
         self._run_parallel = run_parallel()
         self._weights = weights  # holds the memory that the pointers below point to
         self._layers = (EncoderLayerArgs * len(weights.layers))(*(_layer_args(layer) for layer in weights.layers))
@@ -120,6 +143,7 @@ class NativeEncoder:
             *(table.data_ptr() for table in (weights.words, weights.positions, weights.types)),
             _norm_args(weights.embedding_norm),
             self._layers,
+            self._grouped,
             out.data_ptr(),
             *(len(table) for table in (weights.words, weights.positions, weights.types)),
             *token_ids.shape,
@@ -137,11 +161,12 @@ class NativeEncoder:
         return out
 
 
-def open_encoder(isa: Isa, weights: EncoderWeights) -> NativeEncoder:
-    """An encoder for an instruction set that this processor supports: the `isa` of opened `NativeKernels`."""
+def open_encoder(isa: Isa, weights: EncoderWeights, grouped: GroupedKernels | None = None) -> NativeEncoder:
+    """An encoder for an instruction set that this processor supports: the `isa` of opened `NativeKernels`. grouped: the
+    kernels for weights in bytes, if it has any."""
     library = _library()
     assert library is not None, "kernels that are open have a library"
-    return NativeEncoder(library, isa, weights)
+    return NativeEncoder(library, isa, weights, grouped)
 
 
 def _layer_args(layer: EncoderLayer) -> EncoderLayerArgs:
@@ -151,9 +176,16 @@ def _layer_args(layer: EncoderLayer) -> EncoderLayerArgs:
     )
 
 
-def _weight_args(linear: PackedLinear) -> PackedWeight:
-    assert linear.bias is not None, "the kernels add a bias everywhere"
-    return PackedWeight(linear.panels.data_ptr(), linear.bias.data_ptr())
+def _weight_args(linear: EncoderWeight) -> PackedWeight:
+    weight = linear.weight if isinstance(linear, ScaledGrouped) else linear
+    assert weight.bias is not None, "the kernels add a bias everywhere"
+    if isinstance(linear, PackedLinear):
+        return PackedWeight(linear.panels.data_ptr(), weight.bias.data_ptr())
+    grouped = linear.weight
+    assert grouped.format is GroupedFormat.Q8_0, "the kernels know no other format here"
+    return PackedWeight(
+        *(x.data_ptr() for x in (grouped.values, weight.bias, grouped.scales, linear.factors)),
+    )
 
 
 def _norm_args(norm: Norm) -> NormWeights:

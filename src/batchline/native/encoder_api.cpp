@@ -92,8 +92,8 @@ void run_layers(const EncoderArgs& a, const TypedEncoderKernels& kernels, const 
   const auto end_of = [=](int64_t block) { return std::min((block + 1) * kEncoderRows, num_rows); };
   spread(rows.num_sequences, [&](int64_t sequence, void*) { kernels.embed(a, rows, sequence); });
   for (int64_t layer = 0; layer < a.num_layers; ++layer) {
-    spread(row_blocks, [&](int64_t block, void*) {
-      kernels.project(a, rows, layer, block * kEncoderRows, end_of(block));
+    spread(row_blocks, [&](int64_t block, void* scratch) {
+      kernels.project(a, rows, layer, block * kEncoderRows, end_of(block), scratch);
     });
     spread(rows.num_sequences * a.num_heads, [&](int64_t item, void* scratch) {
       kernels.attend(a, rows, item / a.num_heads, item % a.num_heads, scratch);

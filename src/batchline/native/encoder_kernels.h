@@ -4,14 +4,19 @@
 // follow each other without padding. Everything in a layer except attention works row by row.
 #pragma once
 
-#include "arguments.h"
+#include <type_traits>
+
+#include "grouped_kernels.h"
 
 namespace batchline {
 
-// Weights as in `LinearArgs`. The bias is never null.
+// Weights as in `LinearArgs`; or, with scales, bytes in groups (`kQ8_0`) as in `GroupedLinearArgs`, only in bfloat16. The
+// bias is never null.
 struct PackedWeight {
   const void* panels;
   const void* bias;
+  const uint16_t* scales;  // null: the panels are not in groups
+  const void* factors;     // only with scales: what each input is multiplied by before it becomes a byte
 };
 
 struct NormWeights {
@@ -35,6 +40,7 @@ struct EncoderArgs {
   const void* type_table;
   NormWeights embedding_norm;
   const EncoderLayer* layers;
+  const GroupedKernels* grouped;  // for weights in groups; null: there are none
   void* out;  // (num_sequences, longest, hidden); padding becomes zero
   int64_t num_words, num_positions, num_types;  // entries of the tables
   int64_t num_sequences, longest, num_layers, num_heads, hidden, intermediate;
@@ -62,7 +68,8 @@ struct TypedEncoderKernels {
   int64_t element_bytes;
   size_t (*scratch_bytes)(const EncoderArgs&);
   void (*embed)(const EncoderArgs&, const EncoderRows&, int64_t sequence);
-  void (*project)(const EncoderArgs&, const EncoderRows&, int64_t layer, int64_t first_row, int64_t end_row);
+  void (*project)(const EncoderArgs&, const EncoderRows&, int64_t layer, int64_t first_row, int64_t end_row,
+                  void* scratch);
   void (*attend)(const EncoderArgs&, const EncoderRows&, int64_t sequence, int64_t head, void* scratch);
   void (*finish)(const EncoderArgs&, const EncoderRows&, int64_t layer, int64_t first_row, int64_t end_row,
                  void* scratch);

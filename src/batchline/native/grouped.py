@@ -275,6 +275,11 @@ class GroupedKernels:
         self._library = library
         self._runtime = opened(library.batchline_grouped_open(int(isa), run_parallel()), isa)
 
+    @property
+    def pointer(self) -> ctypes.c_void_p:
+        """For `EncoderArgs`, whose kernels call these."""
+        return ctypes.c_void_p(self._library.batchline_grouped_kernels(self._runtime))
+
     def linear(self, x: torch.Tensor, weight: PackedGrouped, out: torch.Tensor) -> None:
         """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
         which is float32 or bfloat16."""
@@ -351,6 +356,16 @@ def _quantized(weight: torch.Tensor, lowest: int) -> tuple[torch.Tensor, torch.T
     return values[:, :inputs], best_scale[..., 0].half()
 
 
+def in_bytes(weight: torch.Tensor) -> GroupedWeight:
+    """A finite weight, (outputs, inputs), in Q8_0: each group's largest magnitude becomes 127."""
+    outputs, inputs = weight.shape
+    groups = torch.nn.functional.pad(weight.float(), (0, -inputs % GROUP)).view(outputs, -1, GROUP)
+    scales = (groups.abs().amax(2, keepdim=True) / _LARGEST).half()
+    form = GroupedFormat.Q8_0
+    values = _levels(groups, scales.float(), _LARGEST + 1).clamp_(min=-_LARGEST) + form.offset
+    return GroupedWeight(form, values.to(torch.uint8).flatten(1)[:, :inputs].contiguous(), scales[..., 0])
+
+
 def _levels(groups: torch.Tensor, scale: torch.Tensor, lowest: int) -> torch.Tensor:
     """As floats; 0 for a scale of 0."""
     inverse = torch.where(scale == 0, 0.0, 1 / scale)
@@ -408,5 +423,7 @@ def _library() -> ctypes.CDLL | None:
     if library is not None:
         library.batchline_grouped_open.restype = ctypes.c_void_p
         library.batchline_grouped_open.argtypes = [ctypes.c_int, ctypes.c_void_p]
+        library.batchline_grouped_kernels.restype = ctypes.c_void_p
+        library.batchline_grouped_kernels.argtypes = [ctypes.c_void_p]
         library.batchline_grouped_linear.restype = library.batchline_grouped_round.restype = ctypes.c_int
     return library

@@ -103,6 +103,11 @@ __attribute__((visibility("default"))) const GroupedRuntime* batchline_grouped_o
   return new (std::nothrow) GroupedRuntime{kernels_of(isa), run_parallel};
 }
 
+// The kernels that encoders call themselves (`EncoderArgs`).
+__attribute__((visibility("default"))) const GroupedKernels* batchline_grouped_kernels(const GroupedRuntime* runtime) {
+  return runtime->kernels;
+}
+
 // is_bfloat16: whether x and out are bfloat16 and not float32. Returns a `Status`.
 __attribute__((visibility("default"))) int batchline_grouped_linear(const GroupedRuntime* runtime, int is_bfloat16,
                                                                     const GroupedLinearArgs* a) {

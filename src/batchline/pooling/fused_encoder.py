@@ -3,6 +3,9 @@
 Replaces a `BertModel`, `RobertaModel` or `XLMRobertaModel` inside a loaded model; the rest (heads, pooling, further
 layers) does not change. The replacement is only used if its hidden states agree with the original's. All other models
 run on torch.
+
+An encoder with linear layers of bytes (`int8_layers`) runs them as bytes in bfloat16. In float32 and on AMX, their
+weights are stored as floats again, because products of floats are as exact, or as fast, as those of bytes.
 """
 
 from __future__ import annotations
@@ -20,9 +23,19 @@ from transformers.models.xlm_roberta.modeling_xlm_roberta import XLMRobertaModel
 
 from batchline.config import CpuKernels
 from batchline.native.agreement import agree, widened, with_first_layers
-from batchline.native.encoder import EncoderLayer, EncoderWeights, NativeEncoder, Norm, open_encoder
+from batchline.native.encoder import (
+    EncoderLayer,
+    EncoderWeight,
+    EncoderWeights,
+    NativeEncoder,
+    Norm,
+    ScaledGrouped,
+    open_encoder,
+)
+from batchline.native.grouped import GroupedKernels, dequantized, joined, open_grouped_kernels
 from batchline.native.library import DTYPES, Isa, open_kernels
-from batchline.native.packing import PackedLinear, pack
+from batchline.native.packing import pack
+from batchline.pooling.int8_layers import ScaledLinear
 from batchline.pooling.packed_linear import Replaced
 
 logger = logging.getLogger(__name__)
@@ -76,7 +89,8 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
     kernels = open_kernels(cpu_kernels) if why_not_fused(original) is None else None
     if kernels is None:
         return []
-    fused = _fused(original, kernels.isa) if _first_layers_are_exact(original, kernels.isa) else None
+    grouped = open_grouped_kernels(cpu_kernels)
+    fused = _fused(original, kernels.isa, grouped) if _first_layers_are_exact(original, kernels.isa) else None
     if fused is None or not _agrees(original, fused):
         logger.warning(
             "the %s kernels do not compute %s as torch does; it runs on torch, which is about 1.5 to 2 times as slow",
@@ -106,42 +120,63 @@ def why_not_fused(model: Any) -> str | None:
     return None if has_pairs else "there are none for its sizes"
 
 
-def _weights(model: Any) -> EncoderWeights:
+def _weights(model: Any, *, has_bytes: bool) -> EncoderWeights:
     embeddings = model.embeddings
     return EncoderWeights(
         words=embeddings.word_embeddings.weight,
         positions=embeddings.position_embeddings.weight,
         types=embeddings.token_type_embeddings.weight,
         embedding_norm=_norm(embeddings.LayerNorm),
-        layers=[_layer(layer) for layer in model.encoder.layer],
+        layers=[_layer(layer, has_bytes) for layer in model.encoder.layer],
         num_heads=model.config.num_attention_heads,
         eps=model.config.layer_norm_eps,
     )
 
 
-def _layer(layer: Any) -> EncoderLayer:
+def _layer(layer: Any, has_bytes: bool) -> EncoderLayer:
     attention = layer.attention
-    projections = (attention.self.query, attention.self.key, attention.self.value)
     return EncoderLayer(
-        qkv=pack(torch.cat([part.weight for part in projections]), torch.cat([part.bias for part in projections])),
-        attention_out=_packed(attention.output.dense),
-        up=_packed(layer.intermediate.dense),
-        down=_packed(layer.output.dense),
+        qkv=_packed(has_bytes, attention.self.query, attention.self.key, attention.self.value),
+        attention_out=_packed(has_bytes, attention.output.dense),
+        up=_packed(has_bytes, layer.intermediate.dense),
+        down=_packed(has_bytes, layer.output.dense),
         attention_norm=_norm(attention.output.LayerNorm),
         output_norm=_norm(layer.output.LayerNorm),
     )
 
 
-def _packed(linear: nn.Linear) -> PackedLinear:
-    return pack(linear.weight, linear.bias)
+def _packed(has_bytes: bool, *linears: nn.Linear | ScaledLinear) -> EncoderWeight:
+    """The outputs of all. has_bytes: whether bytes stay bytes; layers with the same inputs have the same factors."""
+    scaled = [linear for linear in linears if isinstance(linear, ScaledLinear)]
+    together = (
+        joined([linear.linear.weight for linear in scaled]) if has_bytes and len(scaled) == len(linears) else None
+    )
+    if together is not None:
+        return ScaledGrouped(together, scaled[0].factors)
+    weights, biases = zip(*map(_floats, linears), strict=True)
+    return pack(torch.cat(weights), torch.cat(biases))
+
+
+def _floats(linear: nn.Linear | ScaledLinear) -> tuple[Tensor, Tensor]:
+    """Weight and bias, of the dtype of the layer's factors if it is one of bytes."""
+    if isinstance(linear, nn.Linear):
+        return linear.weight, linear.bias
+    weight, bias = linear.linear.weight, linear.linear.weight.bias
+    assert bias is not None, "known encoders have biases"
+    dtype = linear.factors.dtype
+    return (dequantized(weight) * linear.factors.float()).to(dtype), bias[: weight.num_outputs].to(dtype)
 
 
 def _norm(norm: nn.LayerNorm) -> Norm:
     return norm.weight, norm.bias
 
 
-def _fused(original: Any, isa: Isa) -> FusedEncoder:
-    return FusedEncoder(original, open_encoder(isa, _weights(original)))
+def _fused(original: Any, isa: Isa, grouped: GroupedKernels | None = None) -> FusedEncoder:
+    """grouped: the kernels for bytes, if any may be used."""
+    has_bytes = grouped is not None and original.dtype is torch.bfloat16 and isa < Isa.AMX
+    return FusedEncoder(
+        original, open_encoder(isa, _weights(original, has_bytes=has_bytes), grouped if has_bytes else None)
+    )
 
 
 @torch.inference_mode()

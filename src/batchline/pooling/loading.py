@@ -1,7 +1,8 @@
 """Loads a sentence-transformers model or cross-encoder from a folder or hub id, ready for packed batches.
 
 Translates errors of transformers, sentence-transformers and the hub. Each loaded model first runs a small batch
-unchanged. Then the native encoder, or packed linear layers, replace its own if they give the same rows.
+unchanged. Then the native encoder, or packed linear layers, replace its own if they give the same rows. With int8, the
+linear layers are replaced first, and the rows of the quantized model count.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from batchline.checkpoints.weights import LoadingReport, loading_reports, refuse
 from batchline.config import ModelConfig
 from batchline.errors import EngineOutOfMemory, ModelLoadError, UnsupportedModel, short_reason
 from batchline.model_facts import NOT_BUILT, ModelFacts, missing_kernels
-from batchline.native.library import isa_name, load_library, open_kernels
+from batchline.native.grouped import open_grouped_kernels
+from batchline.native.library import DTYPES, isa_name, load_library, open_kernels
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
 from batchline.pooling.fused_encoder import fuse_encoder, why_not_fused
+from batchline.pooling.int8_layers import quantize_backbone, use_grouped_kernels
 from batchline.pooling.packed_linear import can_pack, pack_linears, restore
+from batchline.pooling.tokenizing import PoolingTokenizer
 from batchline.pooling.worker import Rows
 
 logger = logging.getLogger(__name__)
@@ -47,6 +51,9 @@ CPU_TOKENS_PER_THREAD = 512
 
 FUSED_LIMITS = BatchLimits(max_tokens=4096, max_padding=512)
 """The same for an encoder that computes no padding, whose cores only wait for each other at the end of a batch."""
+
+CALIBRATION_WORDS = (0, 5, 38, 126, 126)
+"""With int8, the inputs of linear layers are measured on texts of so many random tokens."""
 
 ReadRows = Callable[[Any, dict[str, Any]], torch.Tensor]
 """(the model, the features that it returned) -> one row per sequence."""
@@ -67,6 +74,7 @@ class LoadedPoolingModel:
     limits: BatchLimits
     architecture: str
     dtype: torch.dtype
+    quantization: str = "none"
     kernels: str = "none"
     warning: str | None = None
 
@@ -78,7 +86,7 @@ class LoadedPoolingModel:
             dtype=str(self.dtype).removeprefix("torch."),
             device=str(self.device),
             kernels=self.kernels,
-            quantization="none",
+            quantization=self.quantization,
             num_threads=self.num_threads or torch.get_num_threads(),
             max_model_len=self.max_model_len,
             warning=self.warning,
@@ -116,6 +124,15 @@ class LoadedPoolingModel:
         lengths = [min(length, self.max_model_len) for length in PROBE_LENGTHS]
         return [TokenSequence(token_ids=ids[:length]) for length in lengths][: self.limits.max_sequences]
 
+    def typical(self) -> list[TokenSequence]:
+        """Texts of random tokens, with the model's special tokens, the same at each call."""
+        generator = torch.Generator().manual_seed(0)
+        known = min(self.vocab_size, len(self.tokenizer))  # a table may be larger than the vocabulary
+        drawn = [torch.randint(known, (count,), generator=generator).tolist() for count in CALIBRATION_WORDS]
+        texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in drawn]
+        sequences = PoolingTokenizer(self.tokenizer).encode(texts, max_tokens=self.max_model_len)
+        return [sequence for sequence in sequences if sequence.token_ids]
+
     def enter_thread(self) -> None:
         """Set torch up for the current thread, which will run the batches."""
         if self.num_threads is not None:
@@ -126,11 +143,18 @@ def load_pooling_model(
     config: ModelConfig, kind: type[SentenceTransformer] | type[CrossEncoder], read_rows: ReadRows
 ) -> LoadedPoolingModel:
     """Load, check and probe. Raises: ModelLoadError, UnsupportedModel."""
-    if config.quantization is not None:
-        raise ModelLoadError(config.model, "--quantization applies only to generative models; leave it out")
+    if config.quantization == "int4":
+        raise ModelLoadError(
+            config.model,
+            "--quantization int4 applies only to generative models; for this one, use int8 or leave it out",
+        )
     if linked_files(config.model):
         raise ModelLoadError(config.model, "GGUF files run only as generative models; use the original model")
     device, dtype = choose_device(config), choose_pooling_dtype(config)
+    if config.quantization is not None and device.type != "cpu":
+        raise ModelLoadError(
+            config.model, f"--quantization {config.quantization} runs on CPUs; leave it out on {device}"
+        )
     module, tokenizer, reports = _from_pretrained(config, kind, device, dtype)
     transformer = _text_transformer(config.model, module)
     _refuse_damaged(config, transformer, reports)
@@ -240,6 +264,8 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
             config.model, f"a first batch of {loaded.architecture} failed ({short_reason(exc)})"
         ) from exc
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
+    if config.quantization is not None:
+        loaded, expected = _quantized(config, loaded, probe)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
     if fused and _agrees(loaded, probe, expected, tolerance):
         num_threads = config.num_threads or torch.get_num_threads()
@@ -248,23 +274,60 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
             loaded, limits=limits, kernels=f"{isa_name(open_kernels(config.cpu_kernels), dtype)}, whole encoder"
         )
     restore(fused)
+    if config.quantization is not None:
+        return _with_grouped_kernels(config, loaded, probe, expected)
     packed = pack_linears(loaded.module) if can_pack(dtype, loaded.device) else []
     if packed and not _agrees(loaded, probe, expected, tolerance):
         logger.info("%s runs with its linear layers unpacked", config.model)
         restore(packed)
         packed = []
-    reason, is_known = _why_no_kernels(config, loaded)
+    reason, is_known = _why_no_kernels(config, loaded, why_not_fused(loaded.module[0].model.base_model))
     layout = ", linear layers in oneDNN's layout" if packed else ""
     return replace(loaded, kernels=f"none ({reason}){layout}", warning=missing_kernels(reason) if is_known else None)
 
 
-def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel) -> tuple[str, bool]:
-    """Why a model runs on torch only, as text for the user, and whether it could be faster."""
+def _quantized(
+    config: ModelConfig, loaded: LoadedPoolingModel, probe: list[TokenSequence]
+) -> tuple[LoadedPoolingModel, Rows]:
+    """The model with linear layers of bytes, on torch, and its rows for the probe. Raises: UnsupportedModel."""
+
+    def run() -> None:
+        for sequence in loaded.typical():
+            loaded.run_batch([sequence])
+
+    quantize_backbone(config.model, loaded.module[0], run)
+    try:
+        rows = loaded.run_batch(probe)
+    except (AttributeError, RuntimeError, TypeError) as exc:  # the model's code accesses the weights itself
+        raise UnsupportedModel(
+            config.model,
+            f"{loaded.architecture} does not run with --quantization int8 ({short_reason(exc)}); leave out the option",
+        ) from exc
+    return replace(loaded, quantization="int8"), rows
+
+
+def _with_grouped_kernels(
+    config: ModelConfig, loaded: LoadedPoolingModel, probe: list[TokenSequence], expected: Rows
+) -> LoadedPoolingModel:
+    """A quantized model whose encoder is not a native one: with its linear layers on the kernels, if they agree."""
+    kernels = open_grouped_kernels(config.cpu_kernels) if loaded.dtype in DTYPES else None
+    if kernels is not None:
+        replaced = use_grouped_kernels(loaded.module[0].model, kernels)
+        if _agrees(loaded, probe, expected, AGREEMENT_TOLERANCE[loaded.dtype]):
+            return replace(loaded, kernels=f"{kernels.isa.name.lower()}, linear layers")
+        restore(replaced)
+    unknown = None if loaded.dtype in DTYPES else f"there are none for {str(loaded.dtype).removeprefix('torch.')}"
+    reason, is_known = _why_no_kernels(config, loaded, unknown)
+    return replace(loaded, kernels=f"none ({reason})", warning=missing_kernels(reason) if is_known else None)
+
+
+def _why_no_kernels(config: ModelConfig, loaded: LoadedPoolingModel, unknown: str | None) -> tuple[str, bool]:
+    """Why a model runs on torch only, as text for the user, and whether it could be faster. unknown: why the kernels
+    are not for this model, if they are not."""
     if loaded.device.type != "cpu":
         return f"they are for CPUs, and the model runs on {loaded.device}", False
     if config.cpu_kernels == "off":
         return "they are turned off", False
-    unknown = why_not_fused(loaded.module[0].model.base_model)
     if unknown is not None:
         return unknown, False
     return NOT_BUILT if load_library() is None else "they do not reproduce the model as torch computes it", True

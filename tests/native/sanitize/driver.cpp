@@ -39,6 +39,7 @@ const Int8Runtime* batchline_int8_open(int isa, RunParallel);
 int batchline_int8_linear(const Int8Runtime*, int dtype, const Int8LinearArgs*);
 const GroupedRuntime* batchline_grouped_open(int isa, RunParallel);
 int batchline_grouped_linear(const GroupedRuntime*, int is_bfloat16, const GroupedLinearArgs*);
+const GroupedKernels* batchline_grouped_kernels(const GroupedRuntime*);
 int batchline_grouped_round(const GroupedRuntime*, const GroupedRoundingArgs*);
 int batchline_encode(int isa, RunParallel, int is_bfloat16, const EncoderArgs*, int num_threads);
 void* batchline_line_forms_open();
@@ -246,15 +247,37 @@ void try_rounding(const GroupedRuntime* runtime) {
   }
 }
 
+const GroupedKernels* grouped_kernels_for(int isa) {
+  for (int int8_isa = isa; int8_isa >= 0; --int8_isa)
+    if (batchline_int8_is_supported(int8_isa)) return batchline_grouped_kernels(batchline_grouped_open(int8_isa, nullptr));
+  return nullptr;
+}
+
+// has_bytes: whether weights are bytes in groups, only for bfloat16.
 template <class T>
-void try_encoder(int isa, int dtype) {
+void try_encoder(int isa, int dtype, bool has_bytes = false) {
   const int64_t hidden = 42, num_heads = 7, inner = 70, longest = 70, words = 30;
   struct Linear {
-    Numbers<T> panels, bias;
-    PackedWeight weight() { return {panels.get(), bias.get()}; }
+    bool has_bytes;
+    Numbers<T> panels, bias, factors;
+    Numbers<float> float_bias;
+    std::vector<uint8_t> values;
+    std::vector<uint16_t> scales;
+
+    PackedWeight weight() {
+      if (has_bytes) return {values.data(), float_bias.get(), scales.data(), factors.get()};
+      return {panels.get(), bias.get(), nullptr, nullptr};
+    }
   };
-  const auto linear = [](int64_t outputs, int64_t inputs) {
-    return Linear{packed_weight<T>(outputs, inputs), Numbers<T>(round_up(outputs, kPanel))};
+  const auto linear = [=](int64_t outputs, int64_t inputs) {
+    const int64_t columns = round_up(outputs, kPanel), groups = divide_up(inputs, kGroup);
+    return Linear{has_bytes,
+                  packed_weight<T>(outputs, inputs),
+                  Numbers<T>(columns),
+                  Numbers<T>(inputs),
+                  Numbers<float>(columns),
+                  std::vector<uint8_t>(static_cast<size_t>(columns * groups * kGroup), 0x85),
+                  std::vector<uint16_t>(static_cast<size_t>(columns * groups), 0x2c00)};
   };
   Linear qkv = linear(3 * hidden, hidden), attention_out = linear(hidden, hidden), up = linear(inner, hidden), down = linear(hidden, inner);
   Numbers<T> weight(hidden), bias(hidden), word_table(words * hidden), positions_table(longest * hidden), types(hidden);
@@ -274,6 +297,7 @@ void try_encoder(int isa, int dtype) {
     a.token_ids = token_ids.data(), a.positions = positions.data(), a.lengths = lengths.data();
     a.words = word_table.get(), a.position_table = positions_table.get(), a.type_table = types.get();
     a.embedding_norm = norm, a.layers = layers, a.out = out.get();
+    a.grouped = has_bytes ? grouped_kernels_for(isa) : nullptr;
     a.num_words = words, a.num_positions = longest, a.num_types = 1, a.num_sequences = count, a.longest = longest;
     a.num_layers = 1, a.num_heads = num_heads, a.hidden = hidden, a.intermediate = inner;
     a.eps = 1e-12f, a.scale = 0.4f;
@@ -391,6 +415,7 @@ int main() {
     try_attention<BFloat16>(runtime, serial, 1);
     try_encoder<float>(isa, 0);
     try_encoder<BFloat16>(isa, 1);
+    try_encoder<BFloat16>(isa, 1, true);
     std::printf("instruction set %d\n", isa);
   }
   for (int isa = 0; isa < 5; ++isa) {
