@@ -1,12 +1,14 @@
 """Embeddings and scores: `batchline run-batch` on texts of mixed lengths, against sentence-transformers at its best.
 
     python benchmarks/pooling_throughput.py --kind embed|score [--texts 5000] [--runs 3] [--dtype bfloat16]
+        [--quantization int8]
 
 First finds the peer's best dtype and batch size on a part of the texts, then runs both on all of them in turn, each in
 a fresh process. `run_s` is the time after loading: from the loaded model to the finished file here, the call of
 `encode` or `predict` alone there. `total_s` is the whole process, imports and loading included. Ratios are of medians.
-Rows are compared with the peer's in float32. The limit is the arithmetic of the tokens, without padding, at the
-matrix rate measured in the same run. The last line is JSON.
+Rows are compared with the peer's in float32. With `--quantization`, `run-batch` also runs with it, in turn with the
+others; `quantized_gain` is how many times as fast it then is after loading. The limit is the arithmetic of the tokens,
+without padding, at the matrix rate measured in the same run. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -55,16 +57,22 @@ def main() -> None:
     sweep = _run_peer(sample, options, options.peer_dtype, BATCH_SIZES)[1]
     best = min(sweep, key=lambda run: run["run_s"])
     expected = _peer_rows(sample, options, folder)
-    ours, peers = [], []
+    ours, quantized, peers = [], [], []
+    extra = () if options.quantization is None else ("--quantization", options.quantization)
     for _ in range(options.runs):
         ours.append(_run_command(workload, options))
+        if extra:
+            quantized.append(_run_command(workload, options, *extra))
         run, (timed,) = _run_peer(workload, options, [best["dtype"]], [best["batch_size"]])
         peers.append(Run(run.total_s, timed["run_s"]))
     rate = max(rate, matrix_flops(PRODUCTS, getattr(torch, options.dtype)))
     result = _result(options, ours, peers, _limit_seconds(workload.lengths, rate))
     result |= {"peer_dtype": best["dtype"], "peer_batch_size": best["batch_size"]}
     result["matrix_gflops"] = round(rate / 1e9, 1)
-    result["largest_difference"] = _largest_difference(sample, options, expected)
+    result |= _agreement(_rows(sample, options), expected)
+    if extra:
+        agreement = _agreement(_rows(sample, options, *extra), expected)
+        result |= _gain(options, ours, quantized) | {f"quantized_{name}": value for name, value in agreement.items()}
     _print(sweep, result)
 
 
@@ -78,20 +86,24 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--peer-dtype", nargs="+", default=["float32", "bfloat16"], help="what the peer may choose from"
     )
+    parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "batchline-benchmarks"))
     parser.add_argument(
-        "--option", action="append", default=[], help="passed on to run-batch, e.g. --option=--cpu-kernels=off"
+        "--option", action="append", default=[], help="passed on to run-batch, e.g. --option=--max-inflight=64"
     )
     return parser.parse_args()
 
 
-def _run_command(workload: PoolingWorkload, options: argparse.Namespace, output: Path | None = None) -> Run:
+def _run_command(
+    workload: PoolingWorkload, options: argparse.Namespace, *extra: str, output: Path | None = None
+) -> Run:
     """The command in a process of its own. Exits where it, or a line, failed."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "batchline.run_batch", "-i", str(workload.batch)]
         command += ["-o", str(output or Path(folder) / "results.jsonl"), "--model", str(workload.model), "--no-resume"]
         command += ["--served-model-name", MODEL_NAME, "--dtype", options.dtype, "--fail-on-error", *options.option]
+        command += extra
         start = time.perf_counter()
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert process.stderr is not None
@@ -127,13 +139,32 @@ def _peer_rows(sample: PoolingWorkload, options: argparse.Namespace, folder: Pat
     return loaded
 
 
-def _largest_difference(sample: PoolingWorkload, options: argparse.Namespace, expected: NDArray[np.float32]) -> float:
-    """Between any of our numbers for the sample and the peer's float32."""
+def _rows(sample: PoolingWorkload, options: argparse.Namespace, *extra: str) -> NDArray[np.float32]:
+    """Our rows for the sample."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "results.jsonl"
-        _run_command(sample, options, output)
+        _run_command(sample, options, *extra, output=output)
         rows = [_row(json.loads(line)["response"]["body"]["data"][0]) for line in output.open()]
-    return float(np.abs(np.asarray(rows).reshape(expected.shape) - expected).max())
+    return np.asarray(rows, dtype=np.float32)
+
+
+def _agreement(rows: NDArray[np.float32], expected: NDArray[np.float32]) -> dict[str, float]:
+    """With the peer's float32 rows: the largest difference of any number, and the smallest cosine of vectors."""
+    rows = rows.reshape(expected.shape)
+    found = {"largest_difference": float(np.abs(rows - expected).max())}
+    if expected.ndim > 1:
+        lengths = np.linalg.norm(rows, axis=1) * np.linalg.norm(expected, axis=1)
+        found["smallest_cosine"] = round(float(((rows * expected).sum(1) / lengths).min()), 5)
+    return found
+
+
+def _gain(options: argparse.Namespace, ours: list[Run], quantized: list[Run]) -> dict[str, float]:
+    run_s, quantized_s = (statistics.median(run.run_s for run in runs) for runs in (ours, quantized))
+    return {
+        "quantized_run_s": round(quantized_s, 2),
+        "quantized_texts_per_s": round(options.texts / quantized_s, 1),
+        "quantized_gain": round(run_s / quantized_s, 2),
+    }
 
 
 def _row(item: dict[str, Any]) -> Any:
