@@ -304,6 +304,18 @@ def test_a_model_that_the_kernels_get_wrong_runs_on_torch(tmp_path: Path, monkey
     assert any(isinstance(module, GroupedLinear) for module in model.module[0].model.modules())
 
 
+@has_kernels
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("cpu_kernels", SUPPORTED)
+def test_int8_that_gains_nothing_is_said(
+    minilm: str, dtype: DType, cpu_kernels: CpuKernels, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        loaded(minilm, dtype=dtype, cpu_kernels=cpu_kernels)
+    gains_nothing = dtype == "float32" or cpu_kernels == "amx"
+    assert ("neither faster nor smaller here" in caplog.text) == gains_nothing
+
+
 def test_four_bits_are_refused_by_a_message_that_names_what_works(minilm: str) -> None:
     with pytest.raises(ModelLoadError, match="int4 applies only to generative models; for this one, use int8"):
         load_embedding_model(ModelConfig(model=minilm, quantization="int4"))

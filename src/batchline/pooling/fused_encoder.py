@@ -171,9 +171,14 @@ def _norm(norm: nn.LayerNorm) -> Norm:
     return norm.weight, norm.bias
 
 
+def keeps_bytes(dtype: torch.dtype, isa: Isa) -> bool:
+    """Whether a native encoder multiplies bytes. On AMX, bfloat16 is at least as fast, and float rows are not rounded."""
+    return dtype is torch.bfloat16 and isa < Isa.AMX
+
+
 def _fused(original: Any, isa: Isa, grouped: GroupedKernels | None = None) -> FusedEncoder:
     """grouped: the kernels for bytes, if any may be used."""
-    has_bytes = grouped is not None and original.dtype is torch.bfloat16 and isa < Isa.AMX
+    has_bytes = grouped is not None and keeps_bytes(original.dtype, isa)
     return FusedEncoder(
         original, open_encoder(isa, _weights(original, has_bytes=has_bytes), grouped if has_bytes else None)
     )

@@ -32,7 +32,7 @@ from batchline.native.grouped import open_grouped_kernels
 from batchline.native.library import DTYPES, isa_name, load_library, open_kernels
 from batchline.pooling.batching import BatchLimits, TokenSequence
 from batchline.pooling.features import make_features
-from batchline.pooling.fused_encoder import fuse_encoder, why_not_fused
+from batchline.pooling.fused_encoder import fuse_encoder, keeps_bytes, why_not_fused
 from batchline.pooling.int8_layers import quantize_backbone, use_grouped_kernels
 from batchline.pooling.packed_linear import can_pack, pack_linears, restore
 from batchline.pooling.tokenizing import PoolingTokenizer
@@ -268,6 +268,7 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
         loaded, expected = _quantized(config, loaded, probe)
     fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
     if fused and _agrees(loaded, probe, expected, tolerance):
+        _warn_of_no_gain(config, dtype)
         num_threads = config.num_threads or torch.get_num_threads()
         limits = replace(FUSED_LIMITS, max_tokens=FUSED_LIMITS.max_tokens * num_threads)
         return replace(
@@ -284,6 +285,17 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
     reason, is_known = _why_no_kernels(config, loaded, why_not_fused(loaded.module[0].model.base_model))
     layout = ", linear layers in oneDNN's layout" if packed else ""
     return replace(loaded, kernels=f"none ({reason}){layout}", warning=missing_kernels(reason) if is_known else None)
+
+
+def _warn_of_no_gain(config: ModelConfig, dtype: torch.dtype) -> None:
+    """Say so if int8 costs a native encoder accuracy for nothing."""
+    kernels = open_kernels(config.cpu_kernels)
+    if config.quantization is not None and kernels is not None and not keeps_bytes(dtype, kernels.isa):
+        reason = "AMX multiplies bfloat16 as fast" if dtype is torch.bfloat16 else "its rows are float32"
+        logger.warning(
+            "%s: --quantization %s makes this encoder neither faster nor smaller here, because %s; leave it out",
+            *(config.model, config.quantization, reason),
+        )
 
 
 def _quantized(
