@@ -172,7 +172,7 @@ def _norm(norm: nn.LayerNorm) -> Norm:
 
 
 def keeps_bytes(dtype: torch.dtype, isa: Isa) -> bool:
-    """Whether a native encoder multiplies bytes. On AMX, bfloat16 is at least as fast, and float rows are not rounded."""
+    """Whether a native encoder multiplies bytes. Only bfloat16 becomes bytes, and AMX multiplies it as fast."""
     return dtype is torch.bfloat16 and isa < Isa.AMX
 
 
