@@ -9,7 +9,7 @@ import pytest
 from families import FUSED, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
-from batchline.engine import replay
+from batchline.engine import fusion, replay
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
@@ -81,6 +81,21 @@ def test_calls_of_a_single_row_are_not_those_of_more_rows(tmp_path: Path) -> Non
     alone, together = answers(engine, 1), answers(engine, 4, 1, 40)
     fresh = Engine(config_of(folder, dtype="float32"))
     assert (together, alone) == (answers(fresh, 4, 1, 40), answers(fresh, 1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2"])
+def test_layers_in_parts_give_the_same_bits(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families differ in what is still to be added to a part's rows."""
+    monkeypatch.setattr(replay, "MAX_ROWS", 0)
+    folder = make_model(family, tmp_path)
+    whole = answers(Engine(config_of(folder, dtype="float32")), 5, 40, 9)
+    monkeypatch.setattr(fusion, "PART_ROWS", 16)
+    assert answers(Engine(config_of(folder, dtype="float32")), 5, 40, 9) == whole
+
+
+def test_a_replayed_step_is_a_single_part() -> None:
+    """The calls of each part would get the rows of the whole step."""
+    assert replay.MAX_ROWS <= fusion.PART_ROWS
 
 
 def test_more_blocks_than_ever_before_are_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

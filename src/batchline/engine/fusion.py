@@ -31,7 +31,8 @@ from batchline.native.library import CacheArgs, NativeKernels
 from batchline.native.packing import Gate
 
 PART_ROWS = 1024
-"""Rows that go through a layer together: enough for full speed, few enough to stay in the processor's caches."""
+"""Rows that go through a layer together: enough for full speed, few enough to stay in the processor's caches. A step
+that is replayed must be a single part (`replay.MAX_ROWS`)."""
 
 
 @dataclass(frozen=True, slots=True)

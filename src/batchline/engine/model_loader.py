@@ -342,8 +342,10 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
         use_int8_kernels(model, int8_kernels)
     if grouped_kernels is not None:
         use_grouped_kernels(model, grouped_kernels)
+    if not whole_model_only_rounds(model, probe, kernels, own):
+        return False
     use_native_head(model, kernels, own)
-    return whole_model_only_rounds(model, probe, kernels, own)
+    return True
 
 
 def _linear_format(config: ModelConfig, model: Any, kernels: NativeKernels) -> LinearFormat:

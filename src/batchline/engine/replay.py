@@ -76,8 +76,8 @@ class StepReplay:
         buffer; the next step overwrites both. layers: the same ones every time. x: unchanged. layout: one that `takes`
         accepts."""
         inputs = self._put(x, rotaries, layout)
-        has_rows = len(x) > 1  # a single row says nothing of the distance to the next one
-        recorded = self._recorded.get(has_rows)
+        has_several = len(x) > 1  # a single row says nothing of the distance to the next one
+        recorded = self._recorded.get(has_several)
         if recorded is not None:
             recorded.replay(len(x), len(layout.segments))
             return inputs[0], recorded.has_delta
@@ -86,7 +86,7 @@ class StepReplay:
         if watch.found:
             self._is_possible = False
         else:
-            self._recorded[has_rows] = _Recorded(made.finish(), has_delta)
+            self._recorded[has_several] = _Recorded(made.finish(), has_delta)
         return inputs[0], has_delta
 
     def _put(

@@ -28,8 +28,7 @@ MAX_ROWS = 32
 """Rows of a step with guesses. Further rows make a step so much longer that guesses rarely pay."""
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""The numbers of rows of steps with guesses. There are few, because the calls of each must be recorded, and its time
-measured."""
+"""The numbers of rows of steps with guesses. There are few, because the time of each must be measured."""
 
 MIN_GAIN = 1.02
 """Guesses must make the run this much faster, because what is measured is not exact."""
@@ -80,7 +79,7 @@ class StepCosts:
         self._has_run: set[int] = set()
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """A step took so long. The first one of its size does not count, because its calls are recorded.
+        """A step took so long. The first one of its size does not count: it may record calls, or use new memory.
 
         If it took longer than expected, so will the others, to some degree: contexts grow, and machines get busy.
         """

@@ -304,5 +304,6 @@ size_t attend_scratch_bytes(const AttentionArgs& a, int64_t max_rows) {
 
 template <class T>
 constexpr TypedKernels typed_kernels() {
-  return {rms_norm<T>, linear<T>, rows_at_once<T>, kLinearPanels, pack_rows<T>, head<T>, rotary<T>, attend<T>, merge<T>, attend_scratch_bytes<T>};
+  return {rms_norm<T>, linear<T>, rows_at_once<T>, kLinearPanels, pack_rows<T>,
+          head<T>,     rotary<T>, attend<T>,       merge<T>,      attend_scratch_bytes<T>};
 }

@@ -14,7 +14,7 @@ int64_t panel_numbers(int64_t inputs) {
 }
 
 template <class T>
-void pack_rows(const HeadArgs& a, void* panels) {
+void pack_all_rows(const HeadArgs& a, void* panels) {
   constexpr int pair = kPair<T>;
   const int64_t size = panel_numbers<T>(a.inputs);
   __builtin_memset(panels, 0, static_cast<size_t>(divide_up(a.rows, kPanel) * size) * sizeof(T));
@@ -23,6 +23,11 @@ void pack_rows(const HeadArgs& a, void* panels) {
     T* to = static_cast<T*>(panels) + row / kPanel * size + row % kPanel * pair;
     for (int64_t i = 0; i < a.inputs; ++i) to[i / pair * kPanel * pair + i % pair] = from[i];
   }
+}
+
+template <class T>
+void pack_rows(const HeadArgs& a, void* panels) {
+  if (a.rows > kDotRows) pack_all_rows<T>(a, panels);
 }
 
 // The item as one of a linear layer: the weight's rows in the place of x.
@@ -58,9 +63,10 @@ void multiply_tokens(const LinearArgs& a, int64_t token, int64_t panel, float* t
 
 template <class T, int kPanels>
 void multiply_all_tokens(const LinearArgs& a, const LinearItem& item, int64_t panel, float* to) {
+  constexpr int kTokens = kTileRows * kLinearPanels / kPanels;  // as many sums as the registers hold
   int64_t token = item.first_row;
-  for (; token + kTileRows <= item.end_row; token += kTileRows, to += kTileRows * kBlockStride)
-    multiply_tokens<T, kTileRows, kPanels>(a, token, panel, to);
+  for (; token + kTokens <= item.end_row; token += kTokens, to += kTokens * kBlockStride)
+    multiply_tokens<T, kTokens, kPanels>(a, token, panel, to);
   for (; token < item.end_row; ++token, to += kBlockStride) multiply_tokens<T, 1, kPanels>(a, token, panel, to);
 }
 

@@ -12,6 +12,11 @@ void multiply_block_of_tokens<BFloat16>(const LinearArgs& a, const LinearItem& i
 }
 
 template <>
+void pack_rows<BFloat16>(const HeadArgs& a, void* panels) {
+  pack_all_rows<BFloat16>(a, panels);
+}
+
+template <>
 void head<BFloat16>(const HeadArgs& a, const void* panels, const HeadItem& item, float* scratch) {
   head_of_many<BFloat16>(a, panels, item, scratch);
 }

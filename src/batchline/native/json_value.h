@@ -75,6 +75,13 @@ class JsonValue {
   const uint8_t* text() const { return text_.data(); }
   int64_t size() const { return out_ - text_.data(); }
 
+  // Frees the memory of a large value, which few lines have.
+  void free_if_large() {
+    free_if_large(text_);
+    free_if_large(nodes_);
+    free_if_large(open_children_);
+  }
+
   // Appends the value as `orjson.dumps` writes it with `OPT_SORT_KEYS`.
   void append_sorted(std::vector<uint8_t>& sorted) const { append_sorted(nodes_[0], sorted); }
 
@@ -98,6 +105,7 @@ class JsonValue {
   }
 
  private:
+  static constexpr size_t kLargeBytes = 1 << 20;
   static constexpr int kMaxDepth = 32;
   static constexpr int kMaxDigits = 18;  // always within 64 bits
   static constexpr uint32_t kNone = ~0u;
@@ -110,6 +118,11 @@ class JsonValue {
     uint32_t begin, key_end, end, first_child, next;
     bool is_object;
   };
+
+  template <typename T>
+  static void free_if_large(std::vector<T>& vector) {
+    if (vector.capacity() * sizeof(T) > kLargeBytes) std::vector<T>().swap(vector);
+  }
 
   uint32_t position() const { return static_cast<uint32_t>(out_ - text_.data()); }
 

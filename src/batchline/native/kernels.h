@@ -11,7 +11,7 @@ struct TypedKernels {
   void (*linear)(const LinearArgs&, const LinearItem&);
   int64_t (*rows_at_once)(const LinearArgs&);  // an item of a linear layer holds so many rows,
   int64_t panels_at_once;                      // and so many panels
-  void (*pack_rows)(const HeadArgs&, void* panels);  // x in panels, as weights are packed
+  void (*pack_rows)(const HeadArgs&, void* panels);  // x in panels, if `head` reads them
   void (*head)(const HeadArgs&, const void* panels, const HeadItem&, float* scratch);
   void (*rotary)(const RotaryArgs&, int64_t first_row, int64_t end_row);
   void (*attend)(const AttentionArgs&, const AttentionItem&, const Partials&, void* scratch);

@@ -100,6 +100,7 @@ class LineForms {
       start += digest.size;
     }
     Blake2b::digest_all(digests_);
+    for (JsonValue& value : values_) value.free_if_large();
     return line;
   }
 

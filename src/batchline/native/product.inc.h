@@ -42,7 +42,7 @@ inline __attribute__((always_inline)) void multiply(Sums<kRows, kPanels>& sums, 
 #pragma GCC unroll 16
     for (int c = 0; c < kPanels * kVectors; ++c)
       columns[c] = P::columns(b[c / kVectors] + k * b_step + c % kVectors * kLanes * kPair<T>);
-#pragma GCC unroll 16
+#pragma GCC unroll 32
     for (int r = 0; r < kRows; ++r) {
       const auto value = P::broadcast(a + r * a_stride + k * kPair<T>);
 #pragma GCC unroll 16
