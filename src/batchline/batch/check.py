@@ -265,14 +265,14 @@ class _CheckPass:
             _stop_if(should_stop)  # at each line, because the observer may compile a constraint for seconds
             if not needs_observer():
                 self._observer = None
-            if self._forms is not None and self._observer is None:
+            if self._forms is not None and self._forms.pays and self._observer is None:
                 self._read_blocks(file, self._forms, should_stop)
         self._add_recognized()
 
     def _read_blocks(self, file: io.BufferedReader, forms: LineForms, should_stop: Callable[[], bool]) -> None:
-        """The rest of `file`, in blocks of whole lines."""
+        """The rest of `file`, in blocks of whole lines, as long as forms pay."""
         block_bytes = _FIRST_BLOCK_BYTES  # small at first, so that the forms are known early
-        while block := file.read(block_bytes):
+        while forms.pays and (block := file.read(block_bytes)):
             block += file.readline(MAX_RECOGNIZED_BYTES)
             end = block.rfind(b"\n") + 1
             self._read_block(block[:end], forms, should_stop)

@@ -33,6 +33,9 @@ MAX_RECOGNIZED_BYTES = 16 << 20
 
 MAX_SCANNED_LINES = 8192
 
+_LEAST_TAKEN = 8
+"""Once all forms are known, at least one line of so many must have one of them."""
+
 _FREE_FIELDS = (
     *("messages", *PROMPT_FIELDS, "documents", "text_2", "data_2"),
     *("seed", "user", "metadata", "safety_identifier", "prompt_cache_key"),
@@ -61,7 +64,7 @@ class LineForms:
         self._native = native
         self._planner = planner
         self._known: set[Pattern] = set()
-        self._num_looked_at = self._num_bytes = 0
+        self._num_looked_at = self._num_bytes = self._num_scanned = self._num_taken = 0
         self._key_parts = np.zeros(MAX_FORMS, KEY_ARRAY)
         self._decodes = np.zeros(MAX_FORMS, np.int64)  # -1: the prompt's length
 
@@ -73,6 +76,12 @@ class LineForms:
             return None
         lengths = () if planner is None else PREFIX_LENGTHS
         return cls(NativeForms(library, lengths, MAX_SCANNED_LINES), planner)
+
+    @property
+    def pays(self) -> bool:
+        """Whether forms are still learned, or recognize lines. If lines have little in common, a search for their forms
+        only takes time."""
+        return self._num_looked_at < MAX_FORMS or self._num_taken * _LEAST_TAKEN > self._num_scanned
 
     def learn(self, raw: bytes, url: str, body: dict[str, Any], unknown_fields: Sequence[str]) -> None:
         """Learn the form of a good line, if it has one."""
@@ -106,6 +115,8 @@ class LineForms:
     def take(self, scanned: ScannedLines, is_recognized: np.ndarray[Any, Any], positions: np.ndarray[Any, Any]) -> None:
         """Count the recognized lines and plan their requests. is_recognized: (num_lines,) bool; positions: theirs."""
         forms = scanned.forms[is_recognized]
+        self._num_scanned += len(is_recognized)
+        self._num_taken += len(forms)
         for number, count in enumerate(np.bincount(forms).tolist()):
             self.forms[number].num_recognized += count
         if self._planner is None:
