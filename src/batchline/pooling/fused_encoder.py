@@ -146,11 +146,10 @@ def _layer(layer: Any, has_bytes: bool) -> EncoderLayer:
 
 
 def _packed(has_bytes: bool, *linears: nn.Linear | ScaledLinear) -> EncoderWeight:
-    """The outputs of all. has_bytes: whether bytes stay bytes; layers with the same inputs have the same factors."""
+    """The outputs of all. has_bytes: whether bytes stay bytes, if the layers have the same factors."""
     scaled = [linear for linear in linears if isinstance(linear, ScaledLinear)]
-    together = (
-        joined([linear.linear.weight for linear in scaled]) if has_bytes and len(scaled) == len(linears) else None
-    )
+    is_alike = len(scaled) == len(linears) and all(torch.equal(one.factors, scaled[0].factors) for one in scaled)
+    together = joined([linear.linear.weight for linear in scaled]) if has_bytes and is_alike else None
     if together is not None:
         return ScaledGrouped(together, scaled[0].factors)
     weights, biases = zip(*map(_floats, linears), strict=True)

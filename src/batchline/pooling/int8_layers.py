@@ -91,7 +91,9 @@ class _Measuring:
     def __call__(self, layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         """A hook before the layer's forward."""
         x = arguments[0]
-        found = _Inputs(x.detach().float().abs().flatten(0, -2).amax(0), {layer: None})
+        if not x.numel():
+            return
+        found = _Inputs(x.detach().float().abs().view(-1, x.shape[-1]).amax(0), {layer: None})
         known = self.inputs.get(layer)
         if known is None and self._last is not None and self._last[0] is x:
             known = self.inputs[self._last[1]]
@@ -115,7 +117,7 @@ def _factors(linears: list[nn.Linear | Conv1D], run: Callable[[], object]) -> di
     for measured in measuring.inputs.values():
         weights = torch.stack([_weight(layer).float().abs().amax(0) for layer in measured.layers]).amax(0)
         shared = _raised(weights) ** (1 - SMOOTHING) / _raised(measured.largest) ** SMOOTHING
-        if bool(shared.isfinite().all()):
+        if bool((shared.isfinite() & (shared > 0)).all()):
             factors |= dict.fromkeys(measured.layers, shared)
     return factors
 

@@ -307,10 +307,10 @@ def _quantized(
         for sequence in loaded.typical():
             loaded.run_batch([sequence])
 
-    quantize_backbone(config.model, loaded.module[0], run)
     try:
+        quantize_backbone(config.model, loaded.module[0], run)
         rows = loaded.run_batch(probe)
-    except (AttributeError, RuntimeError, TypeError) as exc:  # the model's code accesses the weights itself
+    except (AttributeError, IndexError, RuntimeError, TypeError) as exc:  # the model's code accesses the weights itself
         raise UnsupportedModel(
             config.model,
             f"{loaded.architecture} does not run with --quantization int8 ({short_reason(exc)}); leave out the option",
