@@ -1,8 +1,8 @@
 """`--quantization int8` for embedding models, cross-encoders and classifiers: linear layers of bytes.
 
 Such models lose more than generative ones by a single scale for each output and each token: the cosine of MiniLM's
-vectors to those in float32 falls below 0.99. So each group of 32 inputs has a scale of its own, in the weights (GGUF's
-Q8_0) and in the rows. Before that, inputs that vary most are made smaller, and their weights larger. How much an input
+vectors to those in float32 falls below 0.99. So each group of 32 inputs has its own scale, in the weights (GGUF's Q8_0)
+and in the rows. Before that, inputs that vary most are made smaller, and their weights larger. How much an input
 varies is measured once, on sentences of random words from the model's own vocabulary.
 """
 
