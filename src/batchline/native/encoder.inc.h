@@ -1,6 +1,5 @@
 // The parts of an encoder's forward pass, for some rows, sequences or heads each.
 
-#include "encoder_attention.inc.h"
 #include "encoder_grouped.inc.h"
 
 template <class T>
@@ -59,8 +58,8 @@ void attend_head(const EncoderArgs& a, const EncoderRows& rows, int64_t sequence
   const int64_t first_row = rows.first_rows[sequence], length = rows.first_rows[sequence + 1] - first_row;
   const T* query = row_of<T>(rows.qkv, first_row, 3 * a.hidden) + head * a.head_dim();
   T* out = row_of<T>(rows.attended, first_row, a.hidden) + head * a.head_dim();
-  attend_within(query, query + a.hidden, query + 2 * a.hidden, 3 * a.hidden, out, a.hidden, length, a.head_dim(),
-                a.scale, scratch);
+  const HeadMemory<T> memory(scratch, length, a.head_dim());
+  attend_within(memory, query, query + a.hidden, query + 2 * a.hidden, 3 * a.hidden, out, a.hidden, a.scale);
 }
 
 // Everything after attention.
@@ -71,8 +70,8 @@ void finish(const EncoderArgs& a, const EncoderRows& rows, int64_t number, int64
   const int64_t count = end_row - first_row;
   T* x = row_of<T>(rows.x, first_row, a.hidden);
   T* delta = static_cast<T*>(scratch);
-  T* activated = delta + kEncoderRows * a.hidden;
-  void* rest = activated + kEncoderRows * a.intermediate;
+  T* activated = delta + count * a.hidden;
+  void* rest = activated + count * a.intermediate;
   linear_rows(a, row_of<T>(rows.attended, first_row, a.hidden), a.hidden, layer.attention_out, delta, a.hidden, count, rest);
   add_and_normalise(x, delta, layer.attention_norm, count, a);
   linear_rows(a, x, a.hidden, layer.up, activated, a.intermediate, count, rest);
@@ -91,14 +90,22 @@ void write_sequence(const EncoderArgs& a, const EncoderRows& rows, int64_t seque
 }
 
 template <class T>
+int64_t encoder_rows_at_once(const EncoderArgs& a) {
+  LinearArgs down = {};  // the layer with the most inputs
+  down.inputs = a.intermediate;
+  return rows_at_once<T>(down);
+}
+
+template <class T>
 size_t encoder_scratch_bytes(const EncoderArgs& a) {
   const size_t attention = HeadMemory<T>(nullptr, a.longest, a.head_dim()).bytes();
-  const size_t finishing = static_cast<size_t>(kEncoderRows * (a.hidden + a.intermediate)) * sizeof(T) + grouped_bytes(a);
+  const int64_t rows = encoder_rows_at_once<T>(a);
+  const size_t finishing = static_cast<size_t>(rows * (a.hidden + a.intermediate)) * sizeof(T) + grouped_bytes(a, rows);
   return attention > finishing ? attention : finishing;
 }
 
 template <class T>
 constexpr TypedEncoderKernels typed_encoder_kernels() {
-  return {sizeof(T),      encoder_scratch_bytes<T>, embed<T>,          project<T>,
-          attend_head<T>, finish<T>,                write_sequence<T>};
+  return {sizeof(T),  encoder_rows_at_once<T>, encoder_scratch_bytes<T>, embed<T>,
+          project<T>, attend_head<T>,          finish<T>,                write_sequence<T>};
 }

@@ -11,7 +11,7 @@
 namespace batchline {
 namespace {
 
-constexpr int64_t kGroupRows = 2 * kEncoderRows;
+constexpr int64_t kGroupBlocks = 2;        // a group has as many rows as so many blocks that are computed at once
 constexpr int64_t kMinGroupsPerThread = 4;  // with fewer, a core could be idle for too long at the end
 
 const EncoderKernels* encoder_kernels_of(int isa) {
@@ -44,13 +44,13 @@ struct SequenceRange {
   int64_t first, end;
 };
 
-// Whole sequences, in order, of at most kGroupRows rows together, or a single longer one.
-std::vector<SequenceRange> groups_of(const EncoderArgs& a) {
+// Whole sequences, in order, of at most so many rows together, or a single longer one.
+std::vector<SequenceRange> groups_of(const EncoderArgs& a, int64_t most_rows) {
   std::vector<SequenceRange> groups;
   int64_t rows = 0;
   for (int64_t sequence = 0; sequence < a.num_sequences; ++sequence) {
     const int64_t length = a.lengths[sequence];
-    if (groups.empty() || rows + length > kGroupRows) {
+    if (groups.empty() || rows + length > most_rows) {
       groups.push_back({sequence, sequence});
       rows = 0;
     }
@@ -85,21 +85,22 @@ class RowMemory {
 };
 
 // The steps of the forward pass, each over all of some rows; `spread(count, step)` calls step(index, scratch) for
-// every index below count, in any order and on any core.
+// every index below count, in any order and on any core. block_rows: rows that are computed at once.
 template <class Spread>
-void run_layers(const EncoderArgs& a, const TypedEncoderKernels& kernels, const EncoderRows& rows, Spread spread) {
-  const int64_t num_rows = rows.num_rows(), row_blocks = divide_up(num_rows, kEncoderRows);
-  const auto end_of = [=](int64_t block) { return std::min((block + 1) * kEncoderRows, num_rows); };
+void run_layers(const EncoderArgs& a, const TypedEncoderKernels& kernels, const EncoderRows& rows, int64_t block_rows,
+                Spread spread) {
+  const int64_t num_rows = rows.num_rows(), row_blocks = divide_up(num_rows, block_rows);
+  const auto end_of = [=](int64_t block) { return std::min((block + 1) * block_rows, num_rows); };
   spread(rows.num_sequences, [&](int64_t sequence, void*) { kernels.embed(a, rows, sequence); });
   for (int64_t layer = 0; layer < a.num_layers; ++layer) {
     spread(row_blocks, [&](int64_t block, void* scratch) {
-      kernels.project(a, rows, layer, block * kEncoderRows, end_of(block), scratch);
+      kernels.project(a, rows, layer, block * block_rows, end_of(block), scratch);
     });
     spread(rows.num_sequences * a.num_heads, [&](int64_t item, void* scratch) {
       kernels.attend(a, rows, item / a.num_heads, item % a.num_heads, scratch);
     });
     spread(row_blocks, [&](int64_t block, void* scratch) {
-      kernels.finish(a, rows, layer, block * kEncoderRows, end_of(block), scratch);
+      kernels.finish(a, rows, layer, block * block_rows, end_of(block), scratch);
     });
   }
   spread(rows.num_sequences, [&](int64_t sequence, void*) { kernels.write(a, rows, sequence); });
@@ -119,7 +120,7 @@ struct SpreadStep {
 void run_together(const EncoderArgs& a, const TypedEncoderKernels& kernels, RunParallel run_parallel) {
   const RowMemory memory(a, kernels.element_bytes, {0, a.num_sequences});
   const Scratch scratch(kernels.scratch_bytes(a));
-  run_layers(a, kernels, memory.rows(), [&](int64_t count, const auto& step) {
+  run_layers(a, kernels, memory.rows(), kMaxItemRows, [&](int64_t count, const auto& step) {
     using Step = std::decay_t<decltype(step)>;
     parallel_ranges(run_parallel, count, 1, SpreadStep<Step>{step, scratch});
   });
@@ -135,7 +136,7 @@ struct GroupWork {
   void operator()(int64_t first, int64_t end) {
     for (int64_t i = first; i < end; ++i) {
       const RowMemory memory(args, kernels.element_bytes, groups[static_cast<size_t>(i)]);
-      run_layers(args, kernels, memory.rows(), [&](int64_t count, const auto& step) {
+      run_layers(args, kernels, memory.rows(), kernels.rows_at_once(args), [&](int64_t count, const auto& step) {
         for (int64_t index = 0; index < count; ++index) step(index, scratch.get());
       });
     }
@@ -143,7 +144,7 @@ struct GroupWork {
 };
 
 void encode(const EncoderArgs& a, const TypedEncoderKernels& kernels, RunParallel run_parallel, int num_threads) {
-  const std::vector<SequenceRange> groups = groups_of(a);
+  const std::vector<SequenceRange> groups = groups_of(a, kGroupBlocks * kernels.rows_at_once(a));
   const auto num_groups = static_cast<int64_t>(groups.size());
   if (num_threads > 1 && num_groups < kMinGroupsPerThread * num_threads) {
     run_together(a, kernels, run_parallel);

@@ -3,41 +3,53 @@
 // Works on one head at a time: its keys and values are put into panels (see product.inc.h); then, for a few queries at a
 // time, all scores, their weights, and the weighted values are computed. Scores are in units of log 2.
 
-// A head's working memory. Keys are padded to whole panels; the padding's scores are masked, its values zero.
+// How many queries are computed together, at most, and to a multiple of what keys are padded (one of kPanel).
+struct HeadLayout {
+  int64_t queries, keys;
+};
+
+template <class T>
+constexpr HeadLayout kHeadLayout = {kTileRows, kPanel};
+
+// A head's working memory. Keys are padded to whole panels or more; the padding's scores are masked, its values zero.
 template <class T>
 struct HeadMemory {
-  int64_t keys, padded_keys, key_dim, value_dim;  // keys and values padded to whole panels
-  float* scores;    // (kTileRows, padded_keys)
-  float* sums;      // (kTileRows, value_dim)
+  int64_t keys, padded_keys, key_dim, value_dim;  // value_dim: padded to whole panels
+  float* scores;    // (queries, padded_keys)
+  float* sums;      // (queries, value_dim)
   T* key_panels;    // (padded_keys / kPanel, key_dim / pair, kPanel, pair)
   T* value_panels;  // (padded_keys / pair, value_dim, pair)
-  T* weights;       // (kTileRows, padded_keys)
+  T* weights;       // (queries, padded_keys)
 
   HeadMemory(void* scratch, int64_t num_keys, int64_t head_dim)
       : keys(num_keys),
-        padded_keys(round_up(num_keys, kPanel)),
+        padded_keys(round_up(num_keys, kHeadLayout<T>.keys)),
         key_dim(head_dim),
         value_dim(round_up(head_dim, kPanel)) {
     scores = static_cast<float*>(scratch);
-    sums = scores + kTileRows * padded_keys;
-    key_panels = reinterpret_cast<T*>(sums + kTileRows * value_dim);
+    sums = scores + kQueries * padded_keys;
+    key_panels = reinterpret_cast<T*>(sums + kQueries * value_dim);
     value_panels = key_panels + padded_keys * key_dim;
     weights = value_panels + padded_keys * value_dim;
   }
 
   size_t bytes() const {
-    const int64_t floats = kTileRows * (padded_keys + value_dim);
-    const int64_t elements = padded_keys * (key_dim + value_dim + kTileRows);
+    const int64_t floats = kQueries * (padded_keys + value_dim);
+    const int64_t elements = padded_keys * (key_dim + value_dim + kQueries);
     return static_cast<size_t>(floats) * sizeof(float) + static_cast<size_t>(elements) * sizeof(T);
   }
+
+ private:
+  static constexpr int64_t kQueries = kHeadLayout<T>.queries;
 };
 
-// keys: (keys, head_dim), rows `stride` apart. head_dim is a multiple of a pair.
+// keys: (keys, key_dim), rows `stride` apart. key_dim is a multiple of a pair.
 template <class T>
-void pack_keys(const HeadMemory<T>& memory, const T* keys, int64_t stride, int64_t head_dim) {
+void pack_keys(const HeadMemory<T>& memory, const T* keys, int64_t stride) {
   constexpr int pair = kPair<T>;
-  const int64_t last_panel = (memory.padded_keys - kPanel) * head_dim;
-  __builtin_memset(memory.key_panels + last_panel, 0, static_cast<size_t>(kPanel * head_dim) * sizeof(T));
+  const int64_t head_dim = memory.key_dim, not_whole = memory.keys / kPanel * kPanel;
+  __builtin_memset(memory.key_panels + not_whole * head_dim, 0,
+                   static_cast<size_t>((memory.padded_keys - not_whole) * head_dim) * sizeof(T));
   for (int64_t j = 0; j < memory.keys; ++j) {
     T* to = memory.key_panels + j / kPanel * kPanel * head_dim + j % kPanel * pair;
     for (int64_t i = 0; i < head_dim; i += pair)
@@ -65,9 +77,9 @@ inline void pair_rows(float* to, const float* const* rows, int64_t count) {
 
 // Positions beyond the keys become zero.
 template <class T>
-void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, int64_t head_dim) {
+void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride) {
   constexpr int pair = kPair<T>;
-  const int64_t last = memory.keys - 1;
+  const int64_t head_dim = memory.key_dim, last = memory.keys - 1;
   T* to = memory.value_panels;
   __builtin_memset(to, 0, static_cast<size_t>(memory.padded_keys * memory.value_dim) * sizeof(T));
   for (int64_t j = 0; j < memory.keys; j += pair, to += memory.value_dim * pair) {
@@ -79,28 +91,28 @@ void pack_values(const HeadMemory<T>& memory, const T* values, int64_t stride, i
 }
 
 template <class T, int kRows, int kPanels>
-void score_panels(const HeadMemory<T>& memory, const T* queries, int64_t stride, int64_t first_key, float factor) {
+void score_panels(const HeadMemory<T>& memory, const T* queries, int64_t stride, int64_t first_key) {
   Sums<kRows, kPanels> sums = {};
   const T* b[kPanels];
   for (int p = 0; p < kPanels; ++p) b[p] = memory.key_panels + (first_key + p * kPanel) * memory.key_dim;
   multiply<T>(sums, queries, stride, b, kPanel * kPair<T>, memory.key_dim / kPair<T>, [](int64_t) {});
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kPanels * kVectors; ++c)
-      store(memory.scores + r * memory.padded_keys + first_key + c * kLanes, sums.at[r][c] * factor);
+      store(memory.scores + r * memory.padded_keys + first_key + c * kLanes, sums.at[r][c]);
 }
 
-// Turns one row's scores into weights, and returns their sum.
+// Turns one row's scores into weights, and returns their sum. factor: from scores to units of log 2; positive.
 template <class T>
-float weigh_scores(const HeadMemory<T>& memory, int64_t row) {
+float weigh_scores(const HeadMemory<T>& memory, int64_t row, float factor) {
   float* scores = memory.scores + row * memory.padded_keys;
   T* weights = memory.weights + row * memory.padded_keys;
   for (int64_t key = memory.keys; key < memory.padded_keys; ++key) scores[key] = kMasked;
   F32 largest = load(scores);
   for (int64_t key = kLanes; key < memory.padded_keys; key += kLanes) largest = max(largest, load(scores + key));
-  const float maximum = max_of(largest);
+  const float maximum = max_of(largest) * factor;
   F32 total = {};
   for (int64_t key = 0; key < memory.padded_keys; key += kLanes) {
-    const F32 weight = exp2<sizeof(T) < sizeof(float) ? 4 : 6>(load(scores + key) - maximum);
+    const F32 weight = exp2<sizeof(T) < sizeof(float) ? 4 : 6>(load(scores + key) * factor - maximum);
     total += weight;
     store(weights + key, weight);
   }
@@ -119,41 +131,45 @@ void weighted_values(const HeadMemory<T>& memory, int64_t column) {
       store(memory.sums + r * memory.value_dim + column + c * kLanes, sums.at[r][c]);
 }
 
-// kRows queries against all keys. out: (kRows, head_dim), rows out_stride apart.
+// kRows queries against all keys. out: (kRows, head_dim), rows out_stride apart. factor: as in `weigh_scores`.
 template <class T, int kRows>
 void attend_queries(const HeadMemory<T>& memory, const T* queries, int64_t stride, T* out, int64_t out_stride,
-                    int64_t head_dim, float scale) {
+                    float factor) {
   int64_t key = 0, column = 0;
   for (; key + kKeyPanels * kPanel <= memory.padded_keys; key += kKeyPanels * kPanel)
-    score_panels<T, kRows, kKeyPanels>(memory, queries, stride, key, scale * kLog2E);
-  for (; key < memory.padded_keys; key += kPanel)
-    score_panels<T, kRows, 1>(memory, queries, stride, key, scale * kLog2E);
+    score_panels<T, kRows, kKeyPanels>(memory, queries, stride, key);
+  for (; key < memory.padded_keys; key += kPanel) score_panels<T, kRows, 1>(memory, queries, stride, key);
   float totals[kRows];
-  for (int r = 0; r < kRows; ++r) totals[r] = weigh_scores(memory, r);
+  for (int r = 0; r < kRows; ++r) totals[r] = weigh_scores(memory, r, factor);
   for (; column + 2 * kPanel <= memory.value_dim; column += 2 * kPanel) weighted_values<T, kRows, 2>(memory, column);
   if (column < memory.value_dim) weighted_values<T, kRows, 1>(memory, column);
   for (int r = 0; r < kRows; ++r) {
     const float* sums = memory.sums + r * memory.value_dim;
-    const float factor = 1.0f / totals[r];
-    for (int64_t i = 0; i < head_dim; i += kLanes)
-      store_columns(out + r * out_stride + i, load(sums + i) * factor, head_dim - i);
+    const float inverse = 1.0f / totals[r];
+    for (int64_t i = 0; i < memory.key_dim; i += kLanes)
+      store_columns(out + r * out_stride + i, load(sums + i) * inverse, memory.key_dim - i);
   }
 }
 
-// query, key, value: (length, head_dim), rows `stride` apart; out likewise, out_stride apart.
+// query, key, value: (keys, head_dim), rows `stride` apart; out likewise, out_stride apart.
 template <class T>
-void attend_within(const T* query, const T* key, const T* value, int64_t stride, T* out, int64_t out_stride,
-                   int64_t length, int64_t head_dim, float scale, void* scratch) {
-  const HeadMemory<T> memory(scratch, length, head_dim);
-  pack_keys(memory, key, stride, head_dim);
-  pack_values(memory, value, stride, head_dim);
+void attend_in_registers(const HeadMemory<T>& memory, const T* query, const T* key, const T* value, int64_t stride, T* out,
+                         int64_t out_stride, float scale) {
+  pack_keys(memory, key, stride);
+  pack_values(memory, value, stride);
   int64_t row = 0;
   const auto run = [&](auto rows) {
     constexpr int kRows = decltype(rows)::value;
-    for (; row + kRows <= length; row += kRows)
-      attend_queries<T, kRows>(memory, query + row * stride, stride, out + row * out_stride, out_stride, head_dim, scale);
+    for (; row + kRows <= memory.keys; row += kRows)
+      attend_queries<T, kRows>(memory, query + row * stride, stride, out + row * out_stride, out_stride, scale * kLog2E);
   };
   run(Count<kTileRows>{});
   if constexpr (kTileRows > 3) run(Count<3>{});
   run(Count<1>{});
+}
+
+template <class T>
+void attend_within(const HeadMemory<T>& memory, const T* query, const T* key, const T* value, int64_t stride, T* out,
+                   int64_t out_stride, float scale) {
+  attend_in_registers(memory, query, key, value, stride, out, out_stride, scale);
 }

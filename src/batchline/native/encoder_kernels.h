@@ -60,12 +60,11 @@ struct EncoderRows {
   int64_t num_rows() const { return first_rows[num_sequences]; }
 };
 
-constexpr int64_t kEncoderRows = kMaxItemRows;  // that go through a layer's linear parts together, without leaving the caches
-
 // All kernels are serial. No other thread uses scratch, of `scratch_bytes`, while they run. `project` and `finish`
-// take at most kEncoderRows rows, `attend` one head of one sequence, whose index counts from `first_sequence`.
+// take at most `rows_at_once` rows, `attend` one head of one sequence, whose index counts from `first_sequence`.
 struct TypedEncoderKernels {
   int64_t element_bytes;
+  int64_t (*rows_at_once)(const EncoderArgs&);  // enough for full speed, few enough to stay in a core's caches
   size_t (*scratch_bytes)(const EncoderArgs&);
   void (*embed)(const EncoderArgs&, const EncoderRows&, int64_t sequence);
   void (*project)(const EncoderArgs&, const EncoderRows&, int64_t layer, int64_t first_row, int64_t end_row,
