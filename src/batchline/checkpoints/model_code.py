@@ -1,10 +1,13 @@
-"""Imports the model code of `transformers` without what only compiled, trained or distributed models use.
+"""Imports model code without what only compiled, trained, distributed or evaluated models use.
 
 `transformers.modeling_utils` imports torch's compiler, its distributed tensors and scipy's optimizers. Together with
 sympy, which they import, these are half of everything that is imported to load a model. Batchline uses none of them. So
 they seem to be missing while the model code is imported, and only then. What stays different afterwards: the compiler
 does not know the few functions that were marked for it, losses of object detection cannot be computed, and
 `transformers` cannot spread a model over processes by itself.
+
+sentence-transformers imports scikit-learn, which imports scipy, for measures of quality: more than half of its own
+import. It gets functions that import them when they are called.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,6 +29,8 @@ _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
 _STANDALONE = f"{_COMPILER}._trace_wrapped_higher_order_op"
 """A module of the compiler that model code imports, and that does not need the others."""
 
+_MEASURES = "sklearn.metrics"
+
 _UNUSED = ("is_scipy_available", "is_torch_distributed_available")
 
 
@@ -38,39 +43,77 @@ def import_model_code() -> None:
         importlib.import_module("transformers.masking_utils")
 
 
+def import_pooling_code() -> None:
+    """Import what all embedding models and cross-encoders have in common. No effect if it is imported already."""
+    import_model_code()
+    with without_compiler(), _with_late_measures():
+        importlib.import_module("sentence_transformers")
+
+
 @contextmanager
 def without_compiler() -> Iterator[None]:
     """The compiler's package is empty, apart from decorators without effect, unless it is imported already.
 
-    torch asks for it in many places only to say that something is not to be compiled, also when a model is created. If
-    anything else is used of it, it is imported after all. torchvision, which `transformers` imports if it is installed,
-    imports a module of the package.
+    torch asks for it in many places only to say that something is not to be compiled, also when a model is created.
+    torchvision, which `transformers` imports if it is installed, imports a module of the package.
     """
-    import torch  # heavy: only a model that is loaded needs it
+    import torch  # noqa: F401 - the compiler's parent; heavy: only a model that is loaded needs it
 
-    spec = importlib.util.find_spec(_COMPILER)
-    if _COMPILER in sys.modules or spec is None:
+    with _empty_package(_COMPILER, dict.fromkeys(_DECORATORS, _unchanged), standalone=_STANDALONE):
+        yield
+
+
+@contextmanager
+def _with_late_measures() -> Iterator[None]:
+    """scikit-learn has only measures, and imports itself when one is called, unless it is imported already."""
+    measures = ModuleType(_MEASURES)
+
+    def late(name: str) -> Any:
+        if name.startswith("__"):  # of the import system
+            raise AttributeError(name)
+        return lambda *args, **options: getattr(importlib.import_module(_MEASURES), name)(*args, **options)
+
+    vars(measures).update(__getattr__=late)
+    with _empty_package("sklearn", {}, modules={_MEASURES: measures}):
+        yield
+
+
+@contextmanager
+def _empty_package(
+    name: str, contents: Mapping[str, Any], *, modules: Mapping[str, ModuleType] | None = None, standalone: str = ""
+) -> Iterator[None]:
+    """A package is empty, apart from contents and modules, unless it is imported already. If anything else is used of
+    it, it is imported after all.
+
+    standalone: a module of the real package that is imported without the others.
+    """
+    spec = None if name in sys.modules else importlib.util.find_spec(name)
+    if spec is None:
         yield
         return
     package = importlib.util.module_from_spec(spec)
+    parent_name, _, child = name.rpartition(".")
+    parent = vars(sys.modules[parent_name]) if parent_name else {}
+    stand_ins = {name: package, **(modules or {})}
 
     def restore() -> None:
         sys.meta_path = [other for other in sys.meta_path if other is not finder]  # another thread may iterate over it
-        if sys.modules.get(_COMPILER) is package:
-            del sys.modules[_COMPILER]
-        if vars(torch).get("_dynamo") is package:
-            del vars(torch)["_dynamo"]  # torch imports it when it is asked for
+        for full_name, module in stand_ins.items():
+            if sys.modules.get(full_name) is module:
+                del sys.modules[full_name]
+        if parent.get(child) is package:
+            del parent[child]  # torch imports it when it is asked for
 
-    def import_after_all(name: str) -> Any:
-        if name.startswith("__"):  # `inspect` asks every module for these
-            raise AttributeError(name)
+    def import_after_all(attribute: str) -> Any:
+        if attribute.startswith("__"):  # `inspect` asks every module for these
+            raise AttributeError(attribute)
         restore()
-        return getattr(importlib.import_module(_COMPILER), name)
+        return getattr(importlib.import_module(name), attribute)
 
-    finder = _Submodules(restore)
-    vars(package).update(dict.fromkeys(_DECORATORS, _unchanged), __getattr__=import_after_all)
-    sys.modules[_COMPILER] = package
-    vars(torch)["_dynamo"] = package
+    finder = _Submodules(name, standalone, restore)
+    vars(package).update(contents, __getattr__=import_after_all)
+    sys.modules.update(stand_ins)
+    parent[child] = package
     sys.meta_path = [finder, *sys.meta_path]
     try:
         yield
@@ -79,20 +122,24 @@ def without_compiler() -> Iterator[None]:
 
 
 class _Submodules(MetaPathFinder):
-    """Imports the whole compiler when one of its modules is imported, which its empty package cannot hold."""
+    """Imports a whole package when one of its modules is imported, which its empty package cannot hold."""
 
-    def __init__(self, restore: Callable[[], None]) -> None:
-        """restore: takes the empty package and this finder away."""
+    def __init__(self, package: str, standalone: str, restore: Callable[[], None]) -> None:
+        """restore: takes the empty package and this finder away. standalone: a module that does not need the others."""
+        self._package = package
+        self._standalone = standalone
         self._restore = restore
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """None unless it is a module of the compiler that needs the others."""
-        if not fullname.startswith(f"{_COMPILER}.") or fullname == _STANDALONE:
+        """None unless it is a module of the package that needs the others."""
+        if not fullname.startswith(f"{self._package}.") or fullname == self._standalone:
             return None
         self._restore()
-        return importlib.util.spec_from_loader(fullname, _Imported(importlib.import_module(fullname)))
+        module = importlib.import_module(fullname)
+        del sys.modules[fullname]  # the import system would run a module again that it finds there now
+        return importlib.util.spec_from_loader(fullname, _Imported(module))
 
 
 class _Imported(Loader):
