@@ -54,6 +54,15 @@ def hidden_states(model: torch.nn.Module, **features: torch.Tensor) -> torch.Ten
     return hidden
 
 
+def test_a_pooler_is_left_out_if_nothing_needs_it(minilm: str) -> None:
+    """It would take a twentieth of the time of short texts."""
+    features = {"input_ids": torch.tensor([[5, 6, 7]])}
+    module = SimpleNamespace(model=BertModel.from_pretrained(minilm).eval())
+    fuse_encoder(module, "auto", has_pooler=False)
+    assert module.model(**features).pooler_output is None
+    assert fused(BertModel.from_pretrained(minilm)).model(**features).pooler_output is not None
+
+
 def vectors_of(model: EmbeddingModel, inputs: list[str]) -> np.ndarray:
     """Closes the model."""
     try:

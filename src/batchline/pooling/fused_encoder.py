@@ -48,13 +48,16 @@ NUM_FIRST_LAYERS = 2
 
 
 class FusedEncoder(nn.Module):
-    """Replaces the encoder that it was made from. For inference, with padding on the right."""
+    """Replaces the encoder that it was made from. For inference, with padding on the right.
+
+    pooler: the original's; None leaves it out.
+    """
 
     def __init__(self, original: Any, encoder: NativeEncoder) -> None:
         super().__init__()
         self.config = original.config
         self._encoder = encoder
-        self._pooler: nn.Module | None = original.pooler
+        self.pooler: nn.Module | None = original.pooler
         self._padding_idx: int | None = getattr(original.embeddings, "padding_idx", None)
         self._positions_behind = getattr(original.embeddings, "create_position_ids_from_input_ids", None)
 
@@ -71,7 +74,7 @@ class FusedEncoder(nn.Module):
         else:
             lengths = attention_mask.sum(1)
         hidden = self._encoder.run(input_ids, self._positions(input_ids), lengths, token_type_ids)
-        pooled = None if self._pooler is None else self._pooler(hidden)
+        pooled = None if self.pooler is None else self.pooler(hidden)
         return BaseModelOutputWithPooling(last_hidden_state=hidden, pooler_output=pooled)
 
     def _positions(self, input_ids: Tensor) -> Tensor:
@@ -82,8 +85,9 @@ class FusedEncoder(nn.Module):
         return positions
 
 
-def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
-    """Replace the encoder in a sentence-transformers `Transformer`, in place, if the kernels know it and agree."""
+def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels, *, has_pooler: bool = True) -> Replaced:
+    """Replace the encoder in a sentence-transformers `Transformer`, in place, if the kernels know it and agree.
+    has_pooler: whether its pooler's output is needed."""
     model = transformer.model
     original = model.base_model
     kernels = open_kernels(cpu_kernels) if why_not_fused(original) is None else None
@@ -98,6 +102,8 @@ def fuse_encoder(transformer: Any, cpu_kernels: CpuKernels) -> Replaced:
             type(original).__name__,
         )
         return []
+    if not has_pooler:
+        fused.pooler = None
     parent, name = (transformer, "model") if original is model else (model, model.base_model_prefix)
     setattr(parent, name, fused)
     return [(parent, name, original)]

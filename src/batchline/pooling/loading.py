@@ -199,14 +199,17 @@ def _from_pretrained(
 
 def _refuse_damaged(config: ModelConfig, transformer: Any, reports: list[tuple[Any, LoadingReport]]) -> None:
     """Refuse a transformer whose weights differ from those in its files. Raises: ModelLoadError."""
-    has_pooler = transformer.transformer_task != "feature-extraction" or _uses_pooler(transformer)
     for model, report in reports:
-        refuse_wrong_weights(config.model, model, report, has_pooler=has_pooler)
+        refuse_wrong_weights(config.model, model, report, has_pooler=_needs_pooler(transformer))
         refuse_odd_numbers(model.name_or_path, config.revision)
 
 
-def _uses_pooler(transformer: Any) -> bool:
-    return any(output["method_output_name"] == "pooler_output" for output in transformer.modality_config.values())
+def _needs_pooler(transformer: Any) -> bool:
+    """Whether anything reads the output of the transformer's pooler."""
+    outputs = transformer.modality_config.values()
+    return transformer.transformer_task != "feature-extraction" or any(
+        output["method_output_name"] == "pooler_output" for output in outputs
+    )
 
 
 def _text_transformer(model: str, module: Any) -> Any:
@@ -256,7 +259,7 @@ def _choose_limits(config: ModelConfig, device: torch.device, *, can_pad: bool) 
 
 def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingModel:
     """Run the model once unchanged, then with faster parts, which stay if they work and agree."""
-    probe, dtype = loaded.probe(), loaded.dtype
+    probe, dtype, transformer = loaded.probe(), loaded.dtype, loaded.module[0]
     try:
         loaded = replace(loaded, limits=_limits_that_keep_rows(loaded, probe))
         probe = probe[: loaded.limits.max_sequences]
@@ -268,7 +271,7 @@ def _prepare(config: ModelConfig, loaded: LoadedPoolingModel) -> LoadedPoolingMo
     tolerance = AGREEMENT_TOLERANCE.get(dtype, 0.0)
     if config.quantization is not None:
         loaded, expected = _quantized(config, loaded, probe)
-    fused = fuse_encoder(loaded.module[0], config.cpu_kernels)
+    fused = fuse_encoder(transformer, config.cpu_kernels, has_pooler=_needs_pooler(transformer))
     if fused and _agrees(loaded, probe, expected, tolerance):
         _warn_of_no_gain(config, dtype)
         num_threads = config.num_threads or torch.get_num_threads()
