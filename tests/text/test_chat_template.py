@@ -97,7 +97,7 @@ def test_a_template_that_knows_developers_sees_them() -> None:
         ("{{ 1 / 0 }}", "failed on these messages, which have a shape that it does not expect (ZeroDivisionError)"),
         ("{{ messages[0].content + 5 }}", "does not expect (TypeError: can only concatenate str"),
         ("{{ [].append(1) }}", "unsafe"),
-        ("{{ 'a' * 10**10 }}", "was stopped: it produces too much text"),
+        ("{{ 'a' * 10**10 }}", "was stopped: it produces more than 134,217,728 characters"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "does not expect (RecursionError)"),
     ],
 )
@@ -133,9 +133,9 @@ def test_a_requests_template_gives_what_the_models_would() -> None:
             "takes (more than|too much)",
         ),
         ("{{ raise_exception('no') }}", "refused the messages: no"),
-        ("{{ 'a' * 10**10 }}", "produces too much text"),
+        ("{{ 'a' * 10**10 }}", "produces more than"),
         ("{{ '%1000000000d' % 1 }}", "pads text too widely"),
-        ("{{ 'x' | center(10**9) }}", "produces too much text"),
+        ("{{ 'x' | center(10**9) }}", "produces more than"),
         ("{{ 9 ** 999999999 }}", "too large a number"),
     ],
 )

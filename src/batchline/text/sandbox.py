@@ -47,19 +47,23 @@ class TemplateLimitExceeded(Exception):
 class Budget:
     """The processor time and the characters that one rendering may still use."""
 
-    __slots__ = ("characters", "deadline")
+    __slots__ = ("characters", "deadline", "limit")
 
     def __init__(self, cpu_seconds: float, characters: int) -> None:
         self.deadline = time.thread_time() + cpu_seconds
-        self.characters = characters
+        self.characters = self.limit = characters
 
     def spend(self, characters: int) -> None:
         """Count produced characters and check the time. Raises: TemplateLimitExceeded."""
         self.characters -= characters
         if self.characters < 0:
-            raise TemplateLimitExceeded("it produces too much text")
+            raise _too_much_text(self.limit)
         if time.thread_time() > self.deadline:
             raise TemplateLimitExceeded("it runs too long")
+
+
+def _too_much_text(limit: int) -> TemplateLimitExceeded:
+    return TemplateLimitExceeded(f"it produces more than {limit:,} characters")
 
 
 _budget: ContextVar[Budget] = ContextVar("template_budget")
@@ -135,7 +139,7 @@ def _check_growth(name: str, arguments: Iterable[Any]) -> None:
     values = list(arguments)
     heaviest = sorted((_weight(value) for value in values), reverse=True)[:2]
     if prod(heaviest) > MAX_CHARACTERS:
-        raise TemplateLimitExceeded("it produces too much text")
+        raise _too_much_text(MAX_CHARACTERS)
     if name.startswith("format") and any(isinstance(value, str) and _WIDE_FORMAT.search(value) for value in values):
         raise TemplateLimitExceeded("it pads text too widely")
 
