@@ -141,9 +141,11 @@ float weigh_row(Tile<T>& tile, int64_t row, F32* scores, const AttentionArgs& a,
 
 // sums = sums * factor + weights * values, for kRows rows and kPanels panels of the value's numbers. filled: keys of the
 // tile that are in the context; all of them if kIsWhole. Keys after the context belong to another sequence. They are
-// never multiplied, because even a weight of 0 would keep a NaN.
+// never multiplied, because even a weight of 0 would keep a NaN. next: keys and values to fetch meanwhile, keys with the
+// scores and values here, because a core waits once too many lines are under way; null: none.
 template <class T, int kRows, int kPanels, bool kIsWhole>
-void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t column, int64_t filled) {
+void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t column, int64_t filled,
+                const KeyTile<T>* next) {
   Sums<kRows, kPanels> sums;
   float* at = tile.sums + row * tile.value_dim + column;
   for (int r = 0; r < kRows; ++r)
@@ -155,7 +157,11 @@ void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<
     const int64_t left = filled - panel * kPanel, step = tile.value_dim * kPair<T>;
     const T* weights = tile.weights + panel * kPanel;
     if (kIsWhole || left >= kPanel) {
-      multiply<T>(sums, weights, kKeyTile, b, step, kPanel / kPair<T>, [](int64_t) {});
+      multiply<T>(sums, weights, kKeyTile, b, step, kPanel / kPair<T>, [&](int64_t k) {
+        if (next == nullptr) return;
+        for (int p = 0; p < kPanels; ++p)
+          __builtin_prefetch(next->values[panel] + (column + p * kPanel) * kPair<T> + k * step);
+      });
       continue;
     }
     multiply<T>(sums, weights, kKeyTile, b, step, left / kPair<T>, [](int64_t) {});
@@ -170,39 +176,35 @@ void add_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<
 }
 
 template <class T, int kRows, bool kIsWhole>
-inline void add_all_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t filled) {
+inline void add_all_values(Tile<T>& tile, int64_t row, const float* factors, const KeyTile<T>& keys, int64_t filled,
+                           const KeyTile<T>* next) {
   int64_t column = 0;
   for (; column + kValuePanels * kPanel <= tile.value_dim; column += kValuePanels * kPanel)
-    add_values<T, kRows, kValuePanels, kIsWhole>(tile, row, factors, keys, column, filled);
+    add_values<T, kRows, kValuePanels, kIsWhole>(tile, row, factors, keys, column, filled, next);
   for (; column < tile.value_dim; column += kPanel)
-    add_values<T, kRows, 1, kIsWhole>(tile, row, factors, keys, column, filled);
+    add_values<T, kRows, 1, kIsWhole>(tile, row, factors, keys, column, filled, next);
 }
 
-// filled: as in `add_values`. next: keys to fetch meanwhile, a line of each panel's keys and values per step (all of them
-// if keys and values have the same size); null: none. Not inlined, because GCC makes it a quarter slower as a part of the
-// loop over keys.
+// filled, next: as in `add_values`. Not inlined, because GCC makes it a quarter slower as a part of the loop over keys.
 template <class T, int kRows>
 __attribute__((noinline)) void attend_rows(Tile<T>& tile, int64_t row, const AttentionArgs& a, const KeyTile<T>& keys,
                                            int64_t first_key, int64_t filled, const KeyTile<T>* next) {
   Sums<kRows, kKeyPanels> scores;
   for (int r = 0; r < kRows; ++r)
     for (int c = 0; c < kKeyPanels * kVectors; ++c) scores.at[r][c] = F32{};
-  const int64_t key_step = a.cache.block_size * kPair<T>, line = kPanel * kPair<T>;
+  const int64_t key_step = a.cache.block_size * kPair<T>;
   multiply<T>(scores, tile.queries + row * tile.key_dim, tile.key_dim, keys.keys, key_step, tile.key_dim / kPair<T>,
               [&](int64_t k) {
                 if (next == nullptr) return;
-                for (int panel = 0; panel < kKeyPanels; ++panel) {
-                  __builtin_prefetch(next->keys[panel] + k * key_step);
-                  __builtin_prefetch(next->values[panel] + k * line);
-                }
+                for (int panel = 0; panel < kKeyPanels; ++panel) __builtin_prefetch(next->keys[panel] + k * key_step);
               });
   float factors[kRows];
   for (int r = 0; r < kRows; ++r)
     factors[r] = weigh_row(tile, row + r, scores.at[r], a, first_key, tile.weights + r * kKeyTile);
   if (filled >= kKeyTile) {
-    add_all_values<T, kRows, true>(tile, row, factors, keys, filled);
+    add_all_values<T, kRows, true>(tile, row, factors, keys, filled, next);
   } else {
-    add_all_values<T, kRows, false>(tile, row, factors, keys, filled);
+    add_all_values<T, kRows, false>(tile, row, factors, keys, filled, next);
   }
 }
 

@@ -255,8 +255,8 @@ const GroupedKernels* grouped_kernels_for(int isa) {
 
 // has_bytes: whether weights are bytes in groups, only for bfloat16.
 template <class T>
-void try_encoder(int isa, int dtype, bool has_bytes = false) {
-  const int64_t hidden = 42, num_heads = 7, inner = 70, longest = 70, words = 30;
+void try_encoder(int isa, int dtype, int64_t hidden, int64_t num_heads, bool has_bytes = false) {
+  const int64_t inner = 70, longest = 70, words = 30;
   struct Linear {
     bool has_bytes;
     Numbers<T> panels, bias, factors;
@@ -413,9 +413,11 @@ int main() {
     try_head<BFloat16>(runtime, 1);
     try_attention<float>(runtime, serial, 0);
     try_attention<BFloat16>(runtime, serial, 1);
-    try_encoder<float>(isa, 0);
-    try_encoder<BFloat16>(isa, 1);
-    try_encoder<BFloat16>(isa, 1, true);
+    for (const auto& [hidden, num_heads] : {std::array<int64_t, 2>{42, 7}, {64, 2}, {192, 3}}) {
+      try_encoder<float>(isa, 0, hidden, num_heads);
+      try_encoder<BFloat16>(isa, 1, hidden, num_heads);
+      try_encoder<BFloat16>(isa, 1, hidden, num_heads, true);
+    }
     std::printf("instruction set %d\n", isa);
   }
   for (int isa = 0; isa < 5; ++isa) {
