@@ -17,17 +17,14 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from types import TracebackType
 
-import psutil
+from measured_process import PeerError, TreeMemory, started_process
 
 BEST_SETTINGS = (
     "--enforce-eager",
@@ -48,10 +45,6 @@ ANSWERED_LINE = "Writing outputs to"
 
 FOREIGN_SETTINGS = ("OMP_", "GOMP_", "KMP_", "MKL_", "VLLM_", "LD_PRELOAD")
 """Environment variables that would change the run, by their beginning: the caller's are not passed on."""
-
-
-class PeerError(Exception):
-    """The peer cannot be measured. `str()` of it says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +151,7 @@ def _run_measured(command: list[str], environment: Mapping[str, str]) -> tuple[_
     marks: dict[str, float] = {}
     last_lines: deque[str] = deque(maxlen=30)
     started = time.perf_counter()
-    with _started(command, environment) as (process, output), TreeMemory(process.pid) as memory:
+    with started_process(command, environment) as (process, output), TreeMemory(process.pid) as memory:
         for line in output:
             last_lines.append(line)
             for mark in (READY_LINE, ANSWERED_LINE):
@@ -169,72 +162,6 @@ def _run_measured(command: list[str], environment: Mapping[str, str]) -> tuple[_
     if status != 0 or len(marks) < 2:
         raise PeerError(f"`{' '.join(command)}` ended with status {status}:\n{''.join(last_lines)}")
     return _Times(marks[READY_LINE], marks[ANSWERED_LINE], ended_s), memory.peak_bytes
-
-
-@contextmanager
-def _started(
-    command: list[str], environment: Mapping[str, str]
-) -> Iterator[tuple[subprocess.Popen[str], Iterator[str]]]:
-    """The command with the lines of its output. Afterwards, whatever happened, none of its processes is left."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # a process group of its own, which can be ended as a whole
-    )
-    assert process.stdout is not None  # it was asked for
-    try:
-        with process.stdout as output:
-            yield process, output
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-class TreeMemory:
-    """Peak memory of a process and all it has started, sampled every `interval_s` while the context is open.
-
-    The sum of what each holds for itself plus the largest shared part: libraries that all have mapped count once. The
-    plain sum of RSS is a tenth more for vLLM. Proportional set sizes (PSS) agree with this figure, but reading them
-    walks all page tables and would slow down what is measured.
-    """
-
-    def __init__(self, pid: int, interval_s: float = 1.0) -> None:
-        self.peak_bytes = 0
-        self._pid = pid
-        self._interval_s = interval_s
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> TreeMemory:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            self.peak_bytes = max(self.peak_bytes, tree_memory_bytes(self._pid))
-
-
-def tree_memory_bytes(pid: int) -> int:
-    """What a process and all it has started hold now; 0 if it has ended."""
-    parts: list[tuple[int, int]] = []
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        for member in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):  # it ended between listing and looking
-                memory = member.memory_info()
-                parts.append((memory.rss - memory.shared, memory.shared))
-    return sum(private for private, _ in parts) + max((shared for _, shared in parts), default=0)
 
 
 def _model_name(batch: Path) -> str:
