@@ -11,6 +11,12 @@ CLIENT_PINS := tests/server/clients/requirements.txt
 NPM_PINS := $(wildcard tests/server/clients/package*.json)
 VLLM := .venv-vllm
 VLLM_PINS := tests/backends/vllm_requirements.txt
+SENTENCE_TRANSFORMERS := .venv-sentence-transformers
+PEERS := .peers
+LLAMA_CPP := $(PEERS)/llama.cpp
+LLAMA_CPP_PYTHON := 0.3.36
+LLAMA_CPP_SOURCE := $(PEERS)/llama_cpp_python-$(LLAMA_CPP_PYTHON)
+BENCH_OPTIONS :=
 OUT := out
 BUILD := .venv-build
 MINUTES := 5
@@ -19,7 +25,7 @@ MINUTES := 5
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: setup clients browser run serve-demo test check unit thorough test-vllm soak sanitize bench docs docs-site wheels lock clean
+.PHONY: setup clients browser run serve-demo test check unit thorough test-vllm soak sanitize bench bench-peers tcmalloc docs docs-site wheels lock clean
 
 setup: $(STAMP)
 
@@ -117,7 +123,40 @@ $(SANITIZE)/threads: $(SANITIZED) $(wildcard src/batchline/native/*.h)
 	$(CXX) $(SANITIZE_FLAGS) -fsanitize=thread $(SANITIZED) -o $@ -pthread
 
 bench: setup  ## benchmarks; see benchmarks/README.md
-	$(BIN)/python benchmarks/run_all.py
+	$(BIN)/python benchmarks/run_all.py $(BENCH_OPTIONS)
+
+# Sets up what is missing: 4 GB, and up to half an hour to compile llama.cpp. Then an hour or two of measuring.
+bench-peers: setup tcmalloc $(VLLM)/.installed $(LLAMA_CPP)/.built $(SENTENCE_TRANSFORMERS)/.installed  ## the comparison with vLLM, llama.cpp and sentence-transformers
+	$(BIN)/python benchmarks/run_all.py --compare --runs 3 --minutes 150 --vllm $(VLLM) --llama-cpp $(LLAMA_CPP)/bin \
+		--sentence-transformers $(SENTENCE_TRANSFORMERS) $(BENCH_OPTIONS)
+
+tcmalloc: setup  ## the allocator that vLLM runs with, on Debian as root; without it vLLM is not compared
+	@$(BIN)/python -c "import ctypes.util, sys; sys.exit(ctypes.util.find_library('tcmalloc_minimal') is None)" \
+	|| { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq libtcmalloc-minimal4 > /dev/null; } \
+	|| echo "tcmalloc cannot be installed: vLLM will not be compared"
+
+$(SENTENCE_TRANSFORMERS)/.installed: constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt sentence-transformers
+	touch $@
+
+# Out of the source distribution of its Python package. cmake comes from PyPI if the machine has none.
+$(LLAMA_CPP_SOURCE).tar.gz: | $(STAMP)
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
+		--dest $(@D) llama-cpp-python==$(LLAMA_CPP_PYTHON)
+
+$(LLAMA_CPP)/.built: $(LLAMA_CPP_SOURCE).tar.gz
+	@echo "Compiling llama.cpp, once"
+	rm -rf $(LLAMA_CPP) && tar -xzf $< -C $(PEERS)
+	@command -v cmake > /dev/null || { $(PYTHON) -m venv $(PEERS)/cmake \
+	&& $(PEERS)/cmake/bin/python -m pip install --quiet --disable-pip-version-check cmake==3.31.10; }
+	export PATH="$$PATH:$(abspath $(PEERS)/cmake/bin)" && cmake -S $(LLAMA_CPP_SOURCE)/vendor/llama.cpp -B $(LLAMA_CPP) \
+		-D CMAKE_BUILD_TYPE=Release -D GGML_NATIVE=ON -D BUILD_SHARED_LIBS=OFF -D LLAMA_OPENSSL=OFF \
+		-D LLAMA_BUILD_TESTS=OFF -D LLAMA_BUILD_EXAMPLES=OFF -D LLAMA_BUILD_APP=OFF -D LLAMA_BUILD_UI=OFF \
+		-D LLAMA_USE_PREBUILT_UI=OFF -D LLAMA_ALL_WARNINGS=OFF -D GGML_ALL_WARNINGS=OFF \
+		-D LLAMA_BUILD_NUMBER=0 -D LLAMA_BUILD_COMMIT=llama-cpp-python-$(LLAMA_CPP_PYTHON) \
+	&& cmake --build $(LLAMA_CPP) --parallel $(shell nproc) --target llama-batched-bench llama-quantize llama-server
+	touch $@
 
 docs: setup  ## write docs/cli.md from the commands
 	$(BIN)/python .ci/cli_docs.py
@@ -136,7 +175,7 @@ $(BUILD)/.installed:
 lock:  ## pin what is installed in .venv
 	$(BIN)/python .ci/lock.py > constraints.txt
 
-clean:  ## remove what was built, written and cached; the environments stay, and `make` builds the kernels anew
+clean:  ## remove what was built, written and cached; the environments and peers stay, and `make` builds the kernels anew
 	rm -rf $(OUT) build dist src/*.egg-info src/batchline/native/*.so $(RUNTIME) $(STAMP)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage
 	find . -path "./$(VENV)*" -prune -o -name __pycache__ -prune -exec rm -rf {} +

@@ -86,6 +86,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--peer-dtype", nargs="+", default=["float32", "bfloat16"], help="what the peer may choose from"
     )
+    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter that has the peer's packages")
     parser.add_argument("--quantization", choices=["int8"])
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--folder", default=str(Path(tempfile.gettempdir()) / "batchline-benchmarks"))
@@ -120,10 +121,13 @@ def _run_peer(
     workload: PoolingWorkload, options: argparse.Namespace, dtypes: Any, batch_sizes: Any, *extra: str
 ) -> tuple[Run, list[dict[str, Any]]]:
     """The peer in a process of its own, and its time for each combination."""
-    command = [sys.executable, str(PEER), options.kind, str(workload.model), str(workload.texts)]
+    command = [options.peer_python, str(PEER), options.kind, str(workload.model), str(workload.texts)]
     command += ["--threads", str(options.threads), "--dtype", *dtypes, "--batch-size", *map(str, batch_sizes), *extra]
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except OSError as exc:
+        raise SystemExit(f"no Python at {options.peer_python}; peers/README.md says how to set it up") from exc
     total_s = time.perf_counter() - start
     if done.returncode != 0:
         raise SystemExit(f"the peer failed:\n{done.stderr}")

@@ -23,11 +23,20 @@ EMPTY_PAGE = f"# Results\n\n{BEGIN}\n{END}\n"
 
 Figures = Mapping[str, Any]
 
-POOLING = ("ratio_without_start", "ratio_with_start", "texts_per_s", "share_of_limit", "peer_dtype", "peer_batch_size")
+CHAT_ENGINES = ("vllm-chat", "llama-cpp-chat", "llama-cpp-chat-Q4_0")
+
+DECODED = (
+    ("bfloat16", "batch-sizes", "BF16"),
+    ("int8", "batch-sizes-int8", "Q8_0"),
+    ("int4", "batch-sizes-int4", "Q4_0"),
+)
+"""(our weights, the part, llama.cpp's weights) of the decoding rates that are compared."""
+
+POOLING = ("embed", "score")
+
+PEER_PREFIXES = ("vllm-", "llama-cpp-")
 
 SHOWN: Mapping[str, tuple[str, ...]] = {
-    "embed": POOLING,
-    "score": POOLING,
     "int8": (
         *("ratio", "ratio_end_to_end", "memory_mib", "int8_memory_mib", "perplexity_unseen"),
         *("int8_perplexity_unseen", "same_token_unseen", "same_answer_tokens"),
@@ -50,7 +59,7 @@ SHOWN: Mapping[str, tuple[str, ...]] = {
     ),
     "journal": ("ratio", "share_inside_journal_calls"),
 }
-"""Figures of benchmarks that are no workloads; of one that is not named here, all single numbers are shown."""
+"""Figures of benchmarks without a table of their own; of one that is not named here, all single numbers are shown."""
 
 
 class Results:
@@ -84,6 +93,10 @@ class Results:
             yield f"Measured on {machine}; {' to '.join(dict.fromkeys([dates[0], dates[-1]]))}."
         yield from self._workload_table()
         yield from self._size_table()
+        yield from self._chat_table()
+        for ours, part, theirs in DECODED:
+            yield from self._decoding_table(ours, part, theirs)
+        yield from self._pooling_table()
         yield from self._other_table()
 
     def _workload_table(self) -> Iterator[str]:
@@ -118,11 +131,70 @@ class Results:
                 rates = f"{_number(point['output_tokens_per_s'])} | {_number(point['ceiling_tokens_per_s'])}"
                 yield f"| {point['num_seqs']} | {rates} | {point['share']:.0%} | {point['bound_by']} |"
 
+    def _chat_table(self) -> Iterator[str]:
+        """The chat workload through each engine that was measured."""
+        ours = self._figures("chat")
+        names = [name for name in CHAT_ENGINES if name in self._parts]
+        if ours is None or not names:
+            return
+        yield f"\n`chat` through each engine; medians. x: how many times as long as Batchline.\n{_limit(ours)}"
+        yield self._sessions("chat", *names)
+        columns = ("engine", "start s", "run s", "total s", "output tokens/s", "MiB", "x run", "x total")
+        yield f"| {' | '.join(columns)} |"
+        yield "|---|---|---|---|---|---|---|---|"
+        times = [_number(ours[key]) for key in ("loaded_s", "run_s", "total_s", "output_tokens_per_s", "memory_mib")]
+        yield f"| batchline, {ours['dtype']} | {' | '.join(times)} | | |"
+        keys = ("startup_s", "run_s", "total_s", "output_tokens_per_s", "peak_memory_mib")
+        for name in names:
+            peer = self._parts[name]["figures"]
+            shown = [_number(peer[key]) for key in keys] + list(_ratios(ours, peer))
+            yield f"| {_engine_name(peer)} | {' | '.join(shown)} |"
+
+    def _decoding_table(self, weights: str, part: str, kind: str) -> Iterator[str]:
+        """Decoding rates beside llama.cpp's with weights of about the same size."""
+        ours, peer = self._figures(part), self._figures("llama-cpp-batch-sizes")
+        if ours is None or peer is None or kind not in peer["kinds"]:
+            return
+        theirs = {point["num_seqs"]: point for point in peer["kinds"][kind]["points"]}
+        yield f"\nDecoding together, {weights} against llama.cpp's {kind}; limits are measured in the same run."
+        yield self._sessions(part, "llama-cpp-batch-sizes")
+        columns = ("sequences", "batchline tokens/s", "of the limit", "llama.cpp tokens/s", "of the limit", "x")
+        yield f"| {' | '.join(columns)} |"
+        yield "|---|---|---|---|---|---|"
+        for point in ours["points"]:
+            other = theirs.get(point["num_seqs"])
+            if other is not None:
+                rates = [point["output_tokens_per_s"], other["output_tokens_per_s"]]
+                shown = [f"{_number(one['output_tokens_per_s'])} | {one['share']:.0%}" for one in (point, other)]
+                yield f"| {point['num_seqs']} | {' | '.join(shown)} | {rates[0] / rates[1]:.2f} |"
+
+    def _pooling_table(self) -> Iterator[str]:
+        """Embeddings and scores beside sentence-transformers."""
+        names = [name for name in POOLING if name in self._parts]
+        if not names:
+            return
+        yield "\nEmbeddings and scores, beside sentence-transformers at its best dtype and batch size; medians.\n"
+        columns = ("part", "texts/s", "of the limit", "total s", "peer's texts/s", "total s", "peer's settings")
+        yield f"| {' | '.join(columns)} | x run | x total |"
+        yield "|---|---|---|---|---|---|---|---|---|"
+        for name in names:
+            one = self._parts[name]["figures"]
+            shown = [_number(one["texts_per_s"]), f"{one['share_of_limit']:.0%}"]
+            shown += [_number(one[key]) for key in ("total_s", "peer_texts_per_s", "peer_total_s")]
+            shown.append(f"{one['peer_dtype']}, {one['peer_batch_size']}")
+            shown += [f"{one[key]:.2f}" for key in ("ratio_without_start", "ratio_with_start")]
+            yield f"| {name} | {' | '.join(shown)} |"
+
+    def _sessions(self, *names: str) -> str:
+        """An empty line; before it a warning, if these parts were measured on different days or machines."""
+        when = {(part["machine"], part["date"]) for part in (self._parts[name] for name in names)}
+        return "" if len(when) == 1 else "Not all of it was measured on the same day and machine.\n"
+
     def _other_table(self) -> Iterator[str]:
         yield "\n| benchmark | figure | value |"
         yield "|---|---|---|"
         for name, part in sorted(self._parts.items()):
-            if name in WORKLOADS or name.startswith("vllm-") or name == "batch-sizes":
+            if name in WORKLOADS or name in POOLING or name.startswith(("batch-sizes", *PEER_PREFIXES)):
                 continue
             figures = part["figures"]
             for key in SHOWN.get(name, tuple(key for key, value in figures.items() if _is_number(value))):
@@ -148,6 +220,17 @@ def _ratios(ours: Figures, peer: Figures | None) -> tuple[str, str]:
     if peer is None:
         return "", ""
     return f"{peer['run_s'] / ours['run_s']:.2f}", f"{peer['total_s'] / ours['total_s']:.2f}"
+
+
+def _limit(ours: Figures) -> str:
+    rates = f"{_number(ours['matrix_gflops'])} GFLOP/s and {_number(ours['read_gb_per_s'])} GB/s"
+    return f"The machine allows {_number(ours['limit_s'])} s ({rates}, measured beside Batchline's runs)."
+
+
+def _engine_name(peer: Figures) -> str:
+    if peer["engine"] == "vllm":
+        return f"vLLM {peer['vllm_version']}"
+    return f"llama.cpp ({peer['version']}), {peer['kind']}, {peer['slots']} slots"
 
 
 def _is_number(value: object) -> bool:

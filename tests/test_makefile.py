@@ -28,3 +28,14 @@ def test_what_checks_and_tests_need_is_installed_once(tmp_path: Path) -> None:
     [install] = [line for line in lines if " -e " in line]
     assert ' -e ".[dev]"' in install
     assert lines.index(install) < next(number for number, line in enumerate(lines) if "ruff check" in line)
+
+
+def test_the_comparison_sets_each_peer_up_in_an_environment_of_its_own(tmp_path: Path) -> None:
+    lines = commands("bench-peers", tmp_path).splitlines()
+    compare = next(number for number, line in enumerate(lines) if "run_all.py --compare" in line)
+    setup, run = "\n".join(lines[:compare]), "\n".join(lines[compare:])
+    assert ".venv-vllm/bin/python -m pip install" in setup
+    assert ".venv-sentence-transformers/bin/python -m pip install" in setup
+    assert "--target llama-batched-bench llama-quantize llama-server" in setup
+    for given in ("--vllm .venv-vllm", "--llama-cpp .peers/llama.cpp/bin", "--sentence-transformers .venv-sentence-"):
+        assert given in run
