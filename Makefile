@@ -140,7 +140,8 @@ $(SENTENCE_TRANSFORMERS)/.installed: constraints.txt
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt sentence-transformers
 	touch $@
 
-# Out of the source distribution of its Python package. cmake comes from PyPI if the machine has none.
+# Out of the source distribution of its Python package. cmake comes from PyPI if the machine has none. One line is
+# patched: GCC drops what is stored before the tiles are configured, and on processors with AMX quantized models crash.
 $(LLAMA_CPP_SOURCE).tar.gz: | $(STAMP)
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
 		--dest $(@D) llama-cpp-python==$(LLAMA_CPP_PYTHON)
@@ -148,6 +149,8 @@ $(LLAMA_CPP_SOURCE).tar.gz: | $(STAMP)
 $(LLAMA_CPP)/.built: $(LLAMA_CPP_SOURCE).tar.gz
 	@echo "Compiling llama.cpp, once"
 	rm -rf $(LLAMA_CPP) && tar -xzf $< -C $(PEERS)
+	sed -i 's/_tile_loadconfig(&tc);/__asm__ volatile("" : : "r"(\&tc) : "memory"); &/' \
+		$(LLAMA_CPP_SOURCE)/vendor/llama.cpp/ggml/src/ggml-cpu/amx/mmq.cpp
 	@command -v cmake > /dev/null || { $(PYTHON) -m venv $(PEERS)/cmake \
 	&& $(PEERS)/cmake/bin/python -m pip install --quiet --disable-pip-version-check cmake==3.31.10; }
 	export PATH="$$PATH:$(abspath $(PEERS)/cmake/bin)" && cmake -S $(LLAMA_CPP_SOURCE)/vendor/llama.cpp -B $(LLAMA_CPP) \
