@@ -83,12 +83,15 @@ check: setup  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Bytecode is kept even where the environment forbids it: every process that a test starts would compile all modules anew.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
+
 # Three workers for two cores: many tests wait for the processes that they start.
 unit: setup clients
-	$(BIN)/python -m pytest -n 3 --dist loadfile
+	$(PYTEST) -n 3 --dist loadfile
 
 thorough: setup clients  ## the whole suite with every case of its longest tests, of which `make test` takes a sample
-	$(BIN)/python -m pytest -n 2 --dist loadfile --thorough
+	$(PYTEST) -n 2 --dist loadfile --thorough
 
 test-vllm: setup $(VLLM)/.installed  ## tests with the real vLLM on the CPU: 3 GB, once, and some minutes
 	$(BIN)/python -m pytest -m vllm tests/backends
