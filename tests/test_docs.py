@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -138,18 +138,34 @@ def test_the_readme_s_python_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.split() == [str(len(lines)), "0"]
 
 
-def test_the_page_on_python_works_from_its_first_block_to_its_last(folder: Path) -> None:
+@pytest.mark.usefixtures("folder")
+def test_the_page_on_python_works_from_its_first_block_to_its_last(capsys: pytest.CaptureFixture[str]) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python.md").read_text("utf-8"), re.DOTALL))
-    finished = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
+    exec(code, {})
     lines = (ROOT / "examples" / "chat.jsonl").read_text(encoding="utf-8").splitlines()
-    first, *progress = finished.stdout.splitlines()
+    shown = capsys.readouterr().out
+    first, *progress = shown.splitlines()
     assert first == f"{len(lines)} {len(lines)} 0"
-    assert f"{len(lines)} of {len(lines)}, 0 failed" in finished.stdout
+    assert f"{len(lines)} of {len(lines)}, 0 failed" in shown
     assert any(line.startswith("No request names a served model") for line in progress)
 
 
 GUIDES = sorted((ROOT / "docs" / "howto").glob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def port_of() -> Iterator[Callable[[str], int]]:
+    """`port_of(line)`: where the server of a line of a guide listens, which all guides with this line share."""
+    ports: dict[str, int] = {}
+    with ExitStack() as servers:
+
+        def started(line: str) -> int:
+            if line not in ports:
+                ports[line] = _free_port()
+                servers.enter_context(_serving(_command(line.replace("8000", str(ports[line]))), ROOT))
+            return ports[line]
+
+        yield started
 
 
 @pytest.mark.parametrize(
@@ -159,23 +175,27 @@ GUIDES = sorted((ROOT / "docs" / "howto").glob("*.md"))
         for path in GUIDES
     ],
 )
-def test_a_guide_works_from_its_first_block_to_its_last(guide: Path, folder: Path) -> None:
-    """A server that a guide starts runs until the guide's end, on a free port in place of the guide's 8000."""
-    text = guide.read_text(encoding="utf-8").replace("8000", str(_free_port()))
+def test_a_guide_works_from_its_first_block_to_its_last(
+    guide: Path, folder: Path, port_of: Callable[[str], int]
+) -> None:
+    """A server that a guide starts is on a free port in place of the guide's 8000."""
+    text = guide.read_text(encoding="utf-8")
+    for line in re.findall(r"^batchline serve .*--port 8000.*$", text, re.MULTILINE):
+        text = text.replace("8000", str(port_of(line)))
     blocks = re.findall(r"```(python|sh)\n(.*?)```", text, re.DOTALL)
     assert {language for language, _ in blocks} == {"python", "sh"}
-    with ExitStack() as servers:
-        for language, code in blocks:
-            commands = [_command(line) for line in code.splitlines()] if language == "sh" else [_python("-c", code)]
-            for command in commands:
-                if command[1:4] == ["-m", "batchline", "serve"]:
-                    servers.enter_context(_serving(command, folder))
-                    continue
-                if command[1:3] == ["-m", "batchline"]:
-                    run_here(*command[3:])
-                    continue
-                finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-                assert finished.returncode == 0, f"{code}\n{finished.stderr}"
+    for language, code in blocks:
+        if language == "python":
+            exec(code, {})
+            continue
+        for command in map(_command, code.splitlines()):
+            if command[1:4] == ["-m", "batchline", "serve"]:
+                continue  # it runs already
+            if command[1:3] == ["-m", "batchline"]:
+                run_here(*command[3:])
+                continue
+            finished = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+            assert finished.returncode == 0, f"{code}\n{finished.stderr}"
 
 
 def _python(*arguments: str) -> list[str]:
