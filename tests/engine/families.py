@@ -124,3 +124,18 @@ def greedy_oracle(model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens:
         )
         outputs.append(out[0, len(prompt) :].tolist())
     return outputs
+
+
+@torch.inference_mode()
+def assert_greedy(
+    answers: Sequence[Sequence[int]], model_dir: Path, prompts: Sequence[Sequence[int]], max_tokens: int
+) -> None:
+    """The answers are those of `greedy_oracle`, in one pass over prompt and answer instead of one for each token.
+
+    Each token is the one that the model chooses after those before it, so the first that differs would fail.
+    """
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == max_tokens
+        logits = model(input_ids=torch.tensor([[*prompt, *answer]]), use_cache=False).logits[0]
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == list(answer)

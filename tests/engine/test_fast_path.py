@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COMMON, greedy_oracle, make_model
+from families import COMMON, assert_greedy, make_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig
@@ -125,7 +125,7 @@ def test_random_weights_of_any_kind_take_the_fast_path_and_give_generates_tokens
                 dtype,
                 quantization,
             )
-    assert greedy_tokens(folder, 10) == greedy_oracle(folder, PROMPTS, 10)
+    assert_greedy(greedy_tokens(folder, 10), folder, PROMPTS, 10)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
@@ -137,7 +137,7 @@ def test_a_deep_model_with_a_token_of_zeros_gives_generates_tokens(zero: int, tm
         model.get_input_embeddings().weight[zero] = 0
 
     folder = save(tmp_path, "deep", initialise)
-    assert greedy_tokens(folder, 6) == greedy_oracle(folder, PROMPTS, 6)
+    assert_greedy(greedy_tokens(folder, 6), folder, PROMPTS, 6)
 
 
 # Wrong arithmetic: each makes kernels that are wrong in one way.

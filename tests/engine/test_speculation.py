@@ -15,7 +15,7 @@ from unittest.mock import ANY
 
 import pytest
 import torch
-from families import VOCAB, greedy_oracle, make_model
+from families import VOCAB, assert_greedy, make_model
 from safetensors.torch import load_file, save_file
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
@@ -256,7 +256,7 @@ def test_greedy_tokens_with_guesses_equal_those_of_generate(family: str, cpu_ker
     model, vocab = (TINY_CHAT, 500) if family == "tiny-chat" else (make_model(family, tmp_path), VOCAB)
     prompts = repeating_prompts(vocab)
     engine = make_engine(model, ALWAYS, cpu_kernels=cpu_kernels)
-    assert [list(output.token_ids) for output in run(engine, requests(prompts))] == greedy_oracle(model, prompts, 40)
+    assert_greedy([output.token_ids for output in run(engine, requests(prompts))], model, prompts, 40)
     assert_guessed(engine)
     assert engine.stats().steps < 40 + 8
 
@@ -454,7 +454,7 @@ SHORT = [tuple(range(start, start + 3 + 5 * start)) for start in range(3, 9)]
 def test_a_draft_model_that_agrees_makes_nearly_every_guess_right(folder: Path) -> None:
     engine = make_engine(folder, with_draft(folder))
     outputs = run(engine, requests(SHORT))
-    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 40)
+    assert_greedy([output.token_ids for output in outputs], folder, SHORT, 40)
     stats = engine.stats()
     assert stats.accepted_tokens > 0.95 * stats.guessed_tokens > 100
     assert stats.steps < 20
@@ -463,7 +463,7 @@ def test_a_draft_model_that_agrees_makes_nearly_every_guess_right(folder: Path) 
 def test_a_draft_model_that_disagrees_changes_no_token(folder: Path, other_folder: Path) -> None:
     engine = make_engine(folder, with_draft(other_folder))
     outputs = run(engine, requests(SHORT))
-    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 40)
+    assert_greedy([output.token_ids for output in outputs], folder, SHORT, 40)
     assert engine.stats().guessed_tokens > engine.stats().accepted_tokens
 
 
@@ -562,7 +562,7 @@ def test_contexts_may_be_longer_than_the_draft_models(folder: Path, tmp_path: Pa
     draft = make_model("llama", tmp_path, max_position_embeddings=64)
     engine = make_engine(folder, with_draft(draft))
     outputs = run(engine, requests(SHORT, max_tokens=90))
-    assert [list(output.token_ids) for output in outputs] == greedy_oracle(folder, SHORT, 90)
+    assert_greedy([output.token_ids for output in outputs], folder, SHORT, 90)
     assert engine.stats().guessed_tokens > 0
 
 
