@@ -210,7 +210,7 @@ def test_guesses_that_are_wrong_cost_little_whatever_they_cost(slope: float, cou
     """A random answer over four words: there is always something to look up, and it is rarely right."""
     rng = random.Random(3)
     simulation = Simulation(lambda rows: 1 + slope * (rows - 1), lambda _: rng.randrange(100, 104))
-    simulation.run(running(count), 3000)
+    simulation.run(running(count), 1500)
     plain = count / (1 + slope * (count - 1))
     assert simulation.speed > 0.97 * plain
     assert simulation.speculation.num_guessed > 0

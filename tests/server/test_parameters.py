@@ -10,7 +10,7 @@ import asyncio
 import base64
 import json
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -91,19 +91,30 @@ def bodies_of(case: Case) -> tuple[Json, Json]:
 
 @pytest.fixture(scope="module")
 def by_server(server: ThreadedServer) -> Answers:
-    requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
-    with httpx.Client(base_url=server.url, timeout=300) as client, ThreadPoolExecutor(8) as clients:
-        answers = list(clients.map(lambda request: client.post(request[0], json=request[1]), requests))
-    is_json = "application/json"
-    bodies = [as_object(one.json() if one.headers["Content-Type"] == is_json else one.text) for one in answers]
-    return list(zip(bodies[::2], bodies[1::2], strict=True))
+    def ask(requests: list[tuple[str, Json]]) -> list[Json]:
+        with httpx.Client(base_url=server.url, timeout=300) as client, ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(lambda request: client.post(request[0], json=request[1]), requests))
+        is_json = "application/json"
+        return [as_object(one.json() if one.headers["Content-Type"] == is_json else one.text) for one in answers]
+
+    return answers_of_cases(ask)
 
 
 @pytest.fixture(scope="module")
 def by_batch_file(server: ThreadedServer, tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    def ask(requests: list[tuple[str, Json]]) -> list[Json]:
+        results = run_file(server, tmp_path_factory.mktemp("batch"), requests)
+        return [as_object(result["response"]["body"]) for result in results]
+
+    return answers_of_cases(ask)
+
+
+def answers_of_cases(ask: Callable[[list[tuple[str, Json]]], list[Json]]) -> Answers:
+    """Many cases have the same base, which is asked for once."""
     requests = [(case.url, body) for case in CASES for body in bodies_of(case)]
-    results = run_file(server, tmp_path_factory.mktemp("batch"), requests)
-    bodies = [as_object(result["response"]["body"]) for result in results]
+    distinct = {json.dumps(request): request for request in requests}
+    answers = dict(zip(distinct, ask(list(distinct.values())), strict=True))
+    bodies = [answers[json.dumps(request)] for request in requests]
     return list(zip(bodies[::2], bodies[1::2], strict=True))
 
 
