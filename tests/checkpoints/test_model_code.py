@@ -1,4 +1,4 @@
-"""Model code is imported without torch's compiler. Each test needs a process where nothing is imported yet."""
+"""Model code is imported without torch's compiler. Each test needs a process where nothing else is imported yet."""
 
 from __future__ import annotations
 
@@ -6,25 +6,61 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 IMPORTS = "import sys, torch; from batchline.checkpoints.model_code import import_model_code; import_model_code()\n"
 HEAVY = ["torch._dynamo", "torch.distributed.tensor", "scipy.optimize", "sympy"]
 
 
-def output_of(code: str, **environment: str) -> str:
-    command = [sys.executable, "-c", IMPORTS + code]
-    env = {**os.environ, **environment}
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout.strip()
+FORK_FOR_EACH_LINE = """
+import json, os, traceback
+
+for line in sys.stdin:
+    if os.fork() == 0:
+        try:
+            exec(json.loads(line), {"sys": sys, "torch": torch})
+        except BaseException:
+            traceback.print_exc(file=sys.stdout)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+    print(END, flush=True)
+"""
+END = "that is all"
+
+OutputOf = Callable[[str], str]
 
 
-def test_no_compiler_and_no_optimizers_are_imported() -> None:
+@pytest.fixture(scope="module")
+def output_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OutputOf]:
+    """What code prints in a process that has imported the model code. The processes are forks of one: importing takes
+    seconds."""
+    command = [sys.executable, "-c", f"END = {END!r}\n{IMPORTS}{FORK_FOR_EACH_LINE}"]
+    env = {**os.environ, "XDG_STATE_HOME": str(tmp_path_factory.mktemp("state"))}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, bufsize=1, env=env) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        written, printed = process.stdin, process.stdout
+
+        def run(code: str) -> str:
+            written.write(json.dumps(code) + "\n")
+            return "".join(iter(printed.readline, f"{END}\n")).strip()
+
+        yield run
+        written.close()
+
+
+def test_no_compiler_and_no_optimizers_are_imported(output_of: OutputOf) -> None:
     models = "from transformers.models.llama.modeling_llama import LlamaForCausalLM; "
     models += "from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM; "
     assert output_of(f"{models} print([name for name in {HEAVY} if name in sys.modules])") == "[]"
 
 
-def test_a_run_imports_none_of_them(tmp_path: Path) -> None:
+def test_a_run_imports_none_of_them(output_of: OutputOf, tmp_path: Path) -> None:
     """Bug: recording the first steps of a few decodes imported the compiler, a fifth of the time until the first
     answer. (torch imports sympy when it makes an embedding table without memory.)"""
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
@@ -39,7 +75,7 @@ def test_a_run_imports_none_of_them(tmp_path: Path) -> None:
     assert output_of(code).splitlines()[-1] == "1 []"
 
 
-def test_a_run_of_embeddings_imports_neither_them_nor_scikit_learn(tmp_path: Path) -> None:
+def test_a_run_of_embeddings_imports_neither_them_nor_scikit_learn(output_of: OutputOf, tmp_path: Path) -> None:
     """Bug: 3.5 s of the time until the first vector went into importing them. (For sympy, see above; scipy's sparse
     matrices are imported.)"""
     line = {"custom_id": "1", "method": "POST", "url": "/v1/embeddings", "body": {"input": "Hi"}}
@@ -53,7 +89,7 @@ def test_a_run_of_embeddings_imports_neither_them_nor_scikit_learn(tmp_path: Pat
     assert output_of(code).splitlines()[-1] == "1 []"
 
 
-def test_measures_of_scikit_learn_work_afterwards() -> None:
+def test_measures_of_scikit_learn_work_afterwards(output_of: OutputOf) -> None:
     code = (
         "from batchline.checkpoints.model_code import import_pooling_code; import_pooling_code()\n"
         "print('sklearn' in sys.modules)\n"
@@ -64,7 +100,7 @@ def test_measures_of_scikit_learn_work_afterwards() -> None:
     assert output_of(code).splitlines() == ["False", "[0.0, 3.0]", "1.0 True"]
 
 
-def test_scikit_learn_that_is_imported_meanwhile_is_whole() -> None:
+def test_scikit_learn_that_is_imported_meanwhile_is_whole(output_of: OutputOf) -> None:
     """Another thread of the process may use it."""
     code = (
         "from batchline.checkpoints import model_code\n"
@@ -77,7 +113,7 @@ def test_scikit_learn_that_is_imported_meanwhile_is_whole() -> None:
     assert output_of(code) == "1.0 True True"
 
 
-def test_the_compiler_works_afterwards() -> None:
+def test_the_compiler_works_afterwards(output_of: OutputOf) -> None:
     code = (
         "compiled = torch.compile(lambda x: x * 2 + 1, backend='eager'); "
         "from transformers.masking_utils import TransformGetItemToIndex as used; "
@@ -87,7 +123,7 @@ def test_the_compiler_works_afterwards() -> None:
     assert output_of(code) == "[3.0, 3.0] True torch._dynamo.decorators"
 
 
-def test_code_that_needs_the_compiler_gets_it_even_then() -> None:
+def test_code_that_needs_the_compiler_gets_it_even_then(output_of: OutputOf) -> None:
     code = (
         "from batchline.checkpoints.model_code import without_compiler\n"
         "with without_compiler():\n"
@@ -100,7 +136,7 @@ def test_code_that_needs_the_compiler_gets_it_even_then() -> None:
     assert output_of(code).splitlines() == ["False", "True False", "True"]
 
 
-def test_what_is_imported_later_finds_the_libraries() -> None:
+def test_what_is_imported_later_finds_the_libraries(output_of: OutputOf) -> None:
     imports = "import transformers.utils as utils; from transformers.utils import import_utils; "
     checks = ("is_scipy_available", "is_torch_distributed_available")
     printed = ", ".join(f"utils.{check} is import_utils.{check}, utils.{check}()" for check in checks)
@@ -126,4 +162,7 @@ def test_torchvision_may_import_modules_of_the_compiler(tmp_path: Path) -> None:
         "print(utils.__spec__.origin == utils.__file__)\n"
         "print(torch._dynamo.disable.__module__, 'torchvision' in sys.modules)"
     )
-    assert output_of(code, PYTHONPATH=str(tmp_path)).splitlines() == ["True", "True", "torch._dynamo.decorators True"]
+    command = [sys.executable, "-c", IMPORTS + code]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    assert done.stdout.splitlines() == ["True", "True", "torch._dynamo.decorators True"]
