@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,25 @@ def batch_of(folder: Path, texts: Sequence[str], **body: Any) -> Path:
     return write_lines(folder / "in.jsonl", [chat_line(f"r{n}", text, **body) for n, text in enumerate(texts)])
 
 
-def command(folder: Path, *options: str, **environment: str) -> list[Any]:
-    return [sys.executable, "-m", "batchline", "run-batch", "-i", folder / "in.jsonl", "-o", folder / "out", *options]
+def command(folder: Path, *options: str) -> list[str]:
+    paths = [str(folder / name) for name in ("in.jsonl", "out")]
+    return [sys.executable, "-m", "batchline", "run-batch", "-i", paths[0], "-o", paths[1], *options]
 
 
 def run(folder: Path, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if "API_KEY" not in name} | environment
-    return subprocess.run(command(folder, *options), env=clean, capture_output=True, text=True, check=False)
+    """In this process: a new one takes a second to import what it needs."""
+    _, _, _, *arguments = command(folder, *options)
+    shown, said = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(shown), redirect_stderr(said):
+        for name in filter(lambda name: "API_KEY" in name, [*os.environ]):
+            patch.delenv(name)
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+    code = ended.value.code
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess(arguments, code, shown.getvalue(), said.getvalue())
 
 
 def url_of(port: int) -> str:
@@ -95,7 +108,7 @@ def test_wrong_options_are_refused_and_nothing_is_run(
     tmp_path: Path, options: list[str], code: int, said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     batch_of(tmp_path, ["a"])
-    _, _, _, *arguments = map(str, command(tmp_path, *options))
+    _, _, _, *arguments = command(tmp_path, *options)
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     shown = capfd.readouterr().err
