@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,7 @@ def part_of(path: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports_of(path: Path) -> set[str]:
     """Dotted names that a file imports, anywhere in it."""
     found: set[str] = set()
