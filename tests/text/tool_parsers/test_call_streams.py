@@ -113,7 +113,7 @@ def test_examples_give_the_same_character_by_character(name: str, eager: bool) -
 @pytest.mark.parametrize("eager", [False, True])
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=60)
 def test_any_pieces_of_any_text_give_what_the_whole_text_gives(name: str, eager: bool, data: st.DataObject) -> None:
     text = data.draw(model_texts(name))
     pieces = cut(text, data.draw(st.lists(st.integers(0, 300), max_size=8)))
