@@ -112,7 +112,8 @@ float weigh_scores(const HeadMemory<T>& memory, int64_t row, float factor) {
   const float maximum = max_of(largest) * factor;
   F32 total = {};
   for (int64_t key = 0; key < memory.padded_keys; key += kLanes) {
-    const F32 weight = exp2<sizeof(T) < sizeof(float) ? 4 : 6>(load(scores + key) * factor - maximum);
+    const F32 power = fused(splat(-maximum), load(scores + key), splat(factor));
+    const F32 weight = exp2<sizeof(T) < sizeof(float) ? 4 : 6>(power);
     total += weight;
     store(weights + key, weight);
   }
