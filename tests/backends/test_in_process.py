@@ -377,7 +377,8 @@ async def test_a_model_that_makes_room_for_another_leaves_the_memory(
     monkeypatch.setattr("batchline.backends.model_memory.free_bytes", lambda device: 0)
     modules = weakref.WeakSet[Any]()
     monkeypatch.setattr(
-        "batchline.pooling.loading.fuse_encoder", lambda part, _kernels: modules.add(part.model.base_model) or []
+        "batchline.pooling.loading.fuse_encoder",
+        lambda part, _kernels, **_options: modules.add(part.model.base_model) or [],
     )
     names = ("first", "second")
     backend = InProcessBackend(

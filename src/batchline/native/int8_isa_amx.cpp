@@ -24,7 +24,7 @@ constexpr int kOffset = 0;  // the product takes bytes with a sign
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
-inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm512_cvtps_epi32(reinterpret<__m512>(x))); }
+inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm512_maskz_cvtps_epi32(kAllLanes, reinterpret<__m512>(x))); }
 
 #include "int8_rows.inc.h"
 

@@ -23,7 +23,7 @@ constexpr int kOffset = 128;  // the dot product takes bytes of x without a sign
 #include "vector_math.inc.h"
 #include "epilogue.inc.h"
 
-inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm512_cvtps_epi32(reinterpret<__m512>(x))); }
+inline I32 round_to_int(F32 x) { return reinterpret<I32>(_mm512_maskz_cvtps_epi32(kAllLanes, reinterpret<__m512>(x))); }
 
 inline I32 dot_fours(I32 sum, I32 a, I32 b) {
   return reinterpret<I32>(_mm512_dpbusd_epi32(reinterpret<__m512i>(sum), reinterpret<__m512i>(a), reinterpret<__m512i>(b)));
