@@ -243,7 +243,7 @@ class Backend(Protocol):
     """Answers requests. Whoever creates a backend starts and closes it (`running`); others only send it requests.
 
     wants_raw_bodies: whether requests should have their bodies as they were written (`EndpointRequest.raw_body`), so
-    that the backend can forward them unchanged. Other processes then compute them, so none of them can end this one.
+    that the backend can forward them unchanged. Other processes then compute them, so they cannot end this one.
     """
 
     wants_raw_bodies: bool

@@ -1,4 +1,4 @@
-"""What Batchline knows about another project's engine: a table for each, in a file of its own.
+"""What Batchline knows about another project's engine: one table in one file for each.
 
 A table says how the engine is started, which of its arguments do what options of Batchline do, and how its commonest
 failures look in its log. `arguments_of` turns a model's settings into arguments. An option that an engine does not have
