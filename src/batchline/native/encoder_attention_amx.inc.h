@@ -24,6 +24,17 @@ inline void pack_tiles_of_keys(const HeadMemory<BFloat16>& memory, const BFloat1
   }
 }
 
+// Stores the registers of sums side by side. row_bytes: from row to row.
+template <int kPanels>
+void store_panels(float* to, int64_t row_bytes) {
+  _tile_stored(0, to, row_bytes);
+  _tile_stored(1, to + kPanel, row_bytes);
+  if constexpr (kPanels > 2) {
+    _tile_stored(2, to + 2 * kPanel, row_bytes);
+    _tile_stored(3, to + 3 * kPanel, row_bytes);
+  }
+}
+
 // Raw scores of the queries against kPanels panels of keys.
 template <int kPanels>
 void score_tiles(const HeadMemory<BFloat16>& memory, const BFloat16* queries, int64_t stride, int64_t first_key) {
@@ -31,7 +42,6 @@ void score_tiles(const HeadMemory<BFloat16>& memory, const BFloat16* queries, in
   const auto score_bytes = memory.padded_keys * static_cast<int64_t>(sizeof(float));
   const int64_t panel_size = memory.key_dim * kPanel;
   const BFloat16* keys = memory.key_panels + first_key * memory.key_dim;
-  float* scores = memory.scores + first_key;
   clear_sums();
   for (int64_t i = 0; i < memory.key_dim; i += kTileInputs, keys += kTileInputs * kPanel) {
     _tile_loadd(4, queries + i, query_bytes);
@@ -46,12 +56,7 @@ void score_tiles(const HeadMemory<BFloat16>& memory, const BFloat16* queries, in
       TILE_PRODUCT(3, 4, 5);
     }
   }
-  _tile_stored(0, scores, score_bytes);
-  _tile_stored(1, scores + kPanel, score_bytes);
-  if constexpr (kPanels > 2) {
-    _tile_stored(2, scores + 2 * kPanel, score_bytes);
-    _tile_stored(3, scores + 3 * kPanel, score_bytes);
-  }
+  store_panels<kPanels>(memory.scores + first_key, score_bytes);
 }
 
 // Weights times values, for kPanels panels of the values' numbers.
@@ -75,13 +80,7 @@ void weigh_tiles(const HeadMemory<BFloat16>& memory, int64_t column) {
       TILE_PRODUCT(3, 6, 7);
     }
   }
-  float* sums = memory.sums + column;
-  _tile_stored(0, sums, row_bytes);
-  _tile_stored(1, sums + kPanel, row_bytes);
-  if constexpr (kPanels > 2) {
-    _tile_stored(2, sums + 2 * kPanel, row_bytes);
-    _tile_stored(3, sums + 3 * kPanel, row_bytes);
-  }
+  store_panels<kPanels>(memory.sums + column, row_bytes);
 }
 
 // Calls run(first, Count of panels) for an even number of panels, four at a time where there are as many.
