@@ -182,7 +182,7 @@ def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
-    sampling = SamplingParams(max_tokens=1)
+    sampling = SamplingParams(max_tokens=1)  # random, so that its steps have logits
     request = GenerationRequest(request_id=sequence.request_id, prompt_token_ids=(), sampling=sampling)
     shadow = RunningSequence(request, 0)
     shadow.block_table = blocks

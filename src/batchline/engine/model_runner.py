@@ -18,6 +18,7 @@ from batchline.engine.attention import PaddedDecodes, PrefillChunk, StepLayout, 
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.multimodal import MediaModel
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
+from batchline.engine.native_head import NativeHead
 from batchline.engine.step import MediaRows, PackedStep
 
 MAX_PADDING = 1.25
@@ -43,10 +44,12 @@ class ModelInputs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """logits: (num_rows, vocab) float32 of the wanted rows; hidden: (num_rows, hidden_size), the inputs of the
-    language-model head for them."""
+    language-model head for them. tokens: (num_rows,) int64, if a step that wants no logits got none: each row's most
+    likely token, or -1 if no logit is above minus infinity."""
 
     logits: torch.Tensor
     hidden: torch.Tensor
+    tokens: torch.Tensor | None = None
 
 
 class StepRunner(Protocol):
@@ -110,9 +113,18 @@ class Forward:
 class ModelRunner:
     """Runs steps over a cache in torch's layout or in the native kernels' layout."""
 
-    def __init__(self, forward: Forward, cache: KVCache | NativeKVCache) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        cache: KVCache | NativeKVCache,
+        chooser: NativeHead | None = None,
+        num_choices: int = 0,
+    ) -> None:
+        """chooser: the model's head, if it may choose the most likely of the first `num_choices` tokens itself."""
         self._forward = forward
         self._cache = cache
+        self._chooser = chooser
+        self._num_choices = num_choices
 
     @torch.inference_mode()
     def run(self, step: PackedStep) -> StepResult:
@@ -122,8 +134,13 @@ class ModelRunner:
         inputs = ModelInputs(
             self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step), step.media
         )
-        logits, hidden = self._forward(inputs)
-        return StepResult(logits.float(), hidden)
+        if step.wants_logits or self._chooser is None:
+            logits, hidden = self._forward(inputs)
+            return StepResult(logits.float(), hidden)
+        tokens = torch.empty(len(step.rows), dtype=torch.int64)
+        with self._chooser.choosing(tokens, self._num_choices):
+            logits, hidden = self._forward(inputs)
+        return StepResult(logits, hidden, tokens)
 
     def _layout(self, step: PackedStep) -> StepLayout:
         cache, slots = self._cache, self._send(step.slots)

@@ -17,6 +17,7 @@ from batchline.engine.memory import CacheMemory, cache_allowance, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
+from batchline.engine.native_head import NativeHead
 from batchline.errors import ModelLoadError
 from batchline.model_facts import ModelFacts, missing_kernels
 from batchline.native.library import NativeKernels, open_kernels
@@ -84,7 +85,18 @@ class NativePlacement:
         """See `Placement`."""
         cache = NativeKVCache(self.kernels, self.shape, num_blocks, self.memory)
         forward = Forward(self.loaded.model, self.loaded.media, is_fused=self.loaded.execution.is_fused)
-        return ModelRunner(forward, cache)
+        return ModelRunner(forward, cache, self._chooser(), self.loaded.num_token_ids)
+
+    def _chooser(self) -> NativeHead | None:
+        """The model's head, if the largest of its logits stays the largest until the model returns them.
+
+        The models that can be fused only scale their logits, or squash them (Gemma), which may make some of them equal.
+        """
+        model = self.loaded.model
+        head = model.get_output_embeddings()
+        is_squashed = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
+        can_choose = self.loaded.execution.is_fused and not is_squashed
+        return head if can_choose and isinstance(head, NativeHead) else None
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:

@@ -106,6 +106,21 @@ class SamplingParams:
         """Whether the most likely token is taken, with no randomness."""
         return self.temperature == 0.0
 
+    @property
+    def changes_logits(self) -> bool:
+        """Whether something else than `min_tokens` may make another token the most likely one."""
+        return (
+            (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+            or bool(self.logit_bias)
+            or self.allowed_token_ids is not None
+            or self.bad_words is not None
+        )
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log-probabilities of the output or the prompt are wanted."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
 
 class TokenMatcher(Protocol):
     """Follows one sequence's output and computes which tokens may come next. Mutable, used by one thread at a time."""

@@ -135,6 +135,8 @@ class Sequence:
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
+    takes_most_likely: whether its tokens are the most likely ones once it has `min_tokens`, and no more is wanted of the
+    logits.
     prompt_vocabulary: the different tokens of its prompt, once they are needed.
     guesses: of the tokens after its last one. The next step checks as many as fit, and writes to their positions.
     guess_record: how its guesses have fared; None before the first. may_guess: whether it may have any at all.
@@ -175,6 +177,7 @@ class Sequence:
         "started_at",
         "status",
         "stop_reason",
+        "takes_most_likely",
         "token_ids",
         "turn",
         "uncut",
@@ -189,6 +192,13 @@ class Sequence:
         self.wants_hidden = isinstance(request, EmbeddingRequest)
         self.sampling = EMBEDDING_SAMPLING if isinstance(request, EmbeddingRequest) else request.sampling
         self.matcher = _matcher(request)
+        sampling = self.sampling
+        self.takes_most_likely = (
+            sampling.is_greedy
+            and not sampling.changes_logits
+            and not sampling.reports_logprobs
+            and self.matcher is None
+        )
         self.repetition = RepetitionTracker(self.sampling.repetition) if self.sampling.repetition else None
         self.media = request.media
         self.rotary: RotaryPositions | None = None
@@ -250,6 +260,11 @@ class Sequence:
     def max_num_computed_tokens(self) -> int:
         """The most positions that it can fill in the cache; its last token is never computed."""
         return self.num_prompt_tokens + max(0, self.sampling.max_tokens - 1)
+
+    @property
+    def wants_logits(self) -> bool:
+        """Whether the next step needs more of its logits than which one is the largest."""
+        return not self.takes_most_likely or self.num_output_tokens < self.sampling.min_tokens
 
     @property
     def is_finished(self) -> bool:

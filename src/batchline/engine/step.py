@@ -102,7 +102,7 @@ class PackedStep:
 
     tokens: (num_tokens,). positions: (num_tokens,), or (3, num_tokens) where the model rotates by time, height and
     width and a row's three numbers differ. slots: (num_tokens,), where the cache stores each row's keys and values.
-    rows: the rows whose logits are wanted, in order.
+    rows: the rows whose logits are wanted, in order. wants_logits: False if the most likely token of each is enough.
     chunks: (num_chunks, 4), each chunk's first row, its number of rows, the position after its last one, and where its
     sequence's block numbers start in `tables`. Each guess is a chunk of its own here, so that steps of decodes stay
     steps of single rows.
@@ -122,6 +122,7 @@ class PackedStep:
     blocks_to_clear: np.ndarray
     media: tuple[MediaRows, ...] = ()
     both_ways: np.ndarray = field(default_factory=lambda: NO_RUNS)
+    wants_logits: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -158,6 +159,7 @@ def pack(step: Step, block_size: int) -> PackedStep:
         chunks=packed_chunks,
         tables=flat_tables,
         blocks_to_clear=np.array(step.blocks_to_clear, dtype=np.int64),
+        wants_logits=any(sequence.wants_logits for sequence in step.sequences),
     )
 
 

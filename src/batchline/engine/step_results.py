@@ -118,9 +118,25 @@ def read_results(
             results[-1].hidden = result.hidden[own.stop - 1]
         elif sequence.needs_next_token:
             sampled.append(results[-1])
-    if sampled:
+    if sampled and result.tokens is not None:
+        _take(sampled, result.tokens.tolist())
+    elif sampled:
         _sample(sampled, logits, masks)
     return results
+
+
+def _take(results: SequenceOf[SequenceResult], chosen: SequenceOf[int]) -> None:
+    """Fill in the next tokens, or the error. chosen: the tokens of the step's rows, -1 for none."""
+    for result in results:
+        own = chosen[result.row : result.row + 1 + len(result.guesses)]
+        _fill_in(result, [None if token < 0 else token for token in own])
+
+
+def _fill_in(result: SequenceResult, tokens: SequenceOf[int | None]) -> None:
+    """tokens: see `_next_tokens`."""
+    result.tokens = _next_tokens(tokens, result.guesses)
+    if not result.tokens and result.error is None:
+        result.error = _no_token_left(result.sequence)
 
 
 def _note_prompt_logprobs(chunk: Chunk, logits: torch.Tensor) -> None:
@@ -149,9 +165,7 @@ def _sample(results: SequenceOf[SequenceResult], logits: torch.Tensor, masks: St
         _constrain(chosen, results, firsts, masks)
     sampled = sample(chosen, states)
     for result, first in zip(results, firsts, strict=False):
-        result.tokens = _next_tokens(sampled[first:], result.guesses)
-        if not result.tokens and result.error is None:
-            result.error = _no_token_left(result.sequence)
+        _fill_in(result, sampled[first : first + 1 + len(result.guesses)])
     if raw is not None:
         _note_logprobs(results, raw)
 

@@ -83,10 +83,33 @@ int with_rows(const RecordedCall& recorded, int64_t num_rows, Call call) {
   return call(&args);
 }
 
+// The largest logits of each item's tokens, and these tokens: (items of the vocabulary, rows in whole panels).
+struct LargestLogits {
+  LargestLogits(int64_t items, int64_t rows)
+      : stride(round_up(rows, kPanel)), values(static_cast<size_t>(items * stride)), tokens(values.size()) {}
+
+  // Each row's token of all items; the first of equal ones.
+  void merge(const HeadArgs& a) {
+    for (size_t i = static_cast<size_t>(stride); i < values.size(); ++i) {
+      const size_t row = i % static_cast<size_t>(stride);
+      if (values[i] > values[row]) {
+        values[row] = values[i];
+        tokens[row] = tokens[i];
+      }
+    }
+    std::copy_n(tokens.begin(), a.rows, a.tokens);
+  }
+
+  int64_t stride;
+  std::vector<float> values;
+  std::vector<int32_t> tokens;
+};
+
 struct HeadWork {
   const HeadArgs& args;
   const TypedKernels& kernels;
   const void* panels;
+  LargestLogits& largest;
   Scratch scratch{kHeadScratch * sizeof(float)};
 
   // Items: all tokens of a block of rows, then those of the next one.
@@ -94,8 +117,13 @@ struct HeadWork {
     const int64_t token_items = divide_up(args.vocab, kHeadItemTokens);
     for (int64_t i = first; i < end; ++i) {
       const int64_t row = i / token_items * kHeadItemRows, token = i % token_items * kHeadItemTokens;
-      const HeadItem item = {row, std::min(row + kHeadItemRows, args.rows), token,
-                             std::min(token + kHeadItemTokens, args.vocab)};
+      HeadItem item = {row, std::min(row + kHeadItemRows, args.rows), token,
+                       std::min(token + kHeadItemTokens, args.vocab), nullptr, nullptr};
+      if (args.logits == nullptr) {
+        const int64_t place = i % token_items * largest.stride + row;
+        item.largest = largest.values.data() + place;
+        item.tokens = largest.tokens.data() + place;
+      }
       kernels.head(args, panels, item, static_cast<float*>(scratch.get()));
     }
   }
@@ -221,9 +249,11 @@ __attribute__((visibility("default"))) int batchline_head(const Runtime* runtime
     const int64_t row_bytes = round_up(a->inputs, 2) * (dtype == kBFloat16 ? 2 : 4);
     Scratch panels(static_cast<size_t>(round_up(a->rows, kPanel) * row_bytes));
     kernels.pack_rows(*a, panels.get());
-    const HeadWork work{*a, kernels, panels.get()};
-    const int64_t items = divide_up(a->rows, kHeadItemRows) * divide_up(a->vocab, kHeadItemTokens);
-    parallel_ranges(runtime->run_parallel, items, 1, work);
+    const int64_t token_items = divide_up(a->vocab, kHeadItemTokens);
+    LargestLogits largest(a->logits == nullptr ? token_items : 0, a->rows);
+    const HeadWork work{*a, kernels, panels.get(), largest};
+    parallel_ranges(runtime->run_parallel, divide_up(a->rows, kHeadItemRows) * token_items, 1, work);
+    if (a->logits == nullptr) largest.merge(*a);
     return kDone;
   });
 }

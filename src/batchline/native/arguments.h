@@ -54,19 +54,23 @@ struct LinearArgs {
 };
 
 // logits = x * weight^T + bias, in floats. The weight is as the model has it, because it is often the embedding table,
-// too.
+// too. Where only the most likely tokens are wanted, the logits are not written.
 struct HeadArgs {
   const void* x;       // (rows, inputs)
   const void* weight;  // (vocab, inputs)
   const void* bias;    // (vocab), of x's type; null: none
-  float* logits;       // (rows, vocab), contiguous
+  float* logits;       // (rows, vocab), contiguous; null: not wanted
+  int64_t* tokens;     // without logits: (rows), the first token with the largest logit; -1 if none is above -infinity
   int64_t rows, inputs, vocab;
   int64_t x_stride, weight_stride;
 };
 
-// Rows [first_row, end_row) of x, and weights and logits [first, end) of the vocabulary, for one core.
+// Rows [first_row, end_row) of x, and weights and logits [first, end) of the vocabulary, for one core. Without logits,
+// largest and tokens take each row's largest logit and its token, in whole panels of rows.
 struct HeadItem {
   int64_t first_row, end_row, first, end;
+  float* largest;
+  int32_t* tokens;
 };
 
 constexpr int64_t kHeadItemRows = 256, kHeadItemTokens = 96;

@@ -80,9 +80,9 @@ void multiply_block_of_tokens(const LinearArgs& a, const LinearItem& item, float
   for (; panel < item.end_panel; ++panel) multiply_all_tokens<T, 1>(a, item, panel, place());
 }
 
-// Logits of kRows rows and two tokens, or of one.
+// Logits of kRows rows and one or two tokens. to: of the first one; rows are `stride` apart.
 template <class T, int kRows, int kTokens>
-void dot_tokens(const HeadArgs& a, int64_t row, int64_t token) {
+void dot_tokens(const HeadArgs& a, int64_t row, int64_t token, float* to, int64_t stride) {
   using P = Pairs<T>;
   constexpr int64_t kStep = kLanes * kPair<T>;
   const T *x = static_cast<const T*>(a.x) + row * a.x_stride, *bias = static_cast<const T*>(a.bias);
@@ -98,22 +98,62 @@ void dot_tokens(const HeadArgs& a, int64_t row, int64_t token) {
       float sum = sum_of(sums[t][r]);
       for (int64_t last = i; last < a.inputs; ++last)
         sum += widen(x[r * a.x_stride + last]) * widen(weight[t * a.weight_stride + last]);
-      a.logits[(row + r) * a.vocab + token + t] = bias == nullptr ? sum : sum + widen(bias[token + t]);
+      to[r * stride + t] = bias == nullptr ? sum : sum + widen(bias[token + t]);
     }
 }
 
 template <class T, int kRows>
-void dot_all_tokens(const HeadArgs& a, const HeadItem& item, int64_t row) {
+void dot_all_tokens(const HeadArgs& a, const HeadItem& item, int64_t row, float* to, int64_t stride) {
   int64_t token = item.first;
-  for (; token + 2 <= item.end; token += 2) dot_tokens<T, kRows, 2>(a, row, token);
-  if (token < item.end) dot_tokens<T, kRows, 1>(a, row, token);
+  for (; token + 2 <= item.end; token += 2, to += 2) dot_tokens<T, kRows, 2>(a, row, token, to, stride);
+  if (token < item.end) dot_tokens<T, kRows, 1>(a, row, token, to, stride);
 }
 
+// to: (rows, stride), the item's logits.
 template <class T>
-void head_of_few(const HeadArgs& a, const HeadItem& item) {
+void dot_all_rows(const HeadArgs& a, const HeadItem& item, float* to, int64_t stride) {
   int64_t row = 0;
-  for (; row + 4 <= a.rows; row += 4) dot_all_tokens<T, 4>(a, item, row);
-  for (; row < a.rows; ++row) dot_all_tokens<T, 1>(a, item, row);
+  for (; row + 4 <= a.rows; row += 4) dot_all_tokens<T, 4>(a, item, row, to + row * stride, stride);
+  for (; row < a.rows; ++row) dot_all_tokens<T, 1>(a, item, row, to + row * stride, stride);
+}
+
+// scratch: kDotRows * kHeadItemTokens floats.
+template <class T>
+void head_of_few(const HeadArgs& a, const HeadItem& item, float* scratch) {
+  if (a.logits != nullptr) {
+    dot_all_rows<T>(a, item, a.logits + item.first, a.vocab);
+    return;
+  }
+  dot_all_rows<T>(a, item, scratch, kHeadItemTokens);
+  for (int64_t row = 0; row < a.rows; ++row, scratch += kHeadItemTokens) {
+    float largest = -__builtin_inff();
+    int64_t token = -1;
+    for (int64_t i = item.first; i < item.end; ++i)
+      if (scratch[i - item.first] > largest) {
+        largest = scratch[i - item.first];
+        token = i;
+      }
+    item.largest[row] = largest;
+    item.tokens[row] = static_cast<int32_t>(token);
+  }
+}
+
+// The largest of each row's sums in an item's block. The first of equal ones counts.
+template <class T>
+void find_largest(const HeadArgs& a, const HeadItem& item, const float* block) {
+  const T* bias = static_cast<const T*>(a.bias);
+  for (int64_t row = 0; row < item.end_row - item.first_row; row += kLanes) {
+    const float* sums = block + row;
+    F32 largest = splat(-__builtin_inff());
+    I32 tokens = I32{} - 1;
+    for (int64_t i = item.first; i < item.end; ++i, sums += kBlockStride) {
+      const F32 logits = bias == nullptr ? load(sums) : load(sums) + splat(widen(bias[i]));
+      tokens = logits > largest ? I32{} + static_cast<int32_t>(i) : tokens;
+      largest = max(logits, largest);
+    }
+    store(item.largest + row, largest);
+    store_bits(item.tokens + row, tokens);
+  }
 }
 
 // scratch: kHeadItemTokens * kBlockStride floats.
@@ -121,6 +161,10 @@ template <class T>
 void head_of_many(const HeadArgs& a, const void* panels, const HeadItem& item, float* scratch) {
   const LinearItem tokens = {item.first, item.end, item.first_row / kPanel, divide_up(item.end_row, kPanel)};
   multiply_block_of_tokens<T>(as_linear<T>(a, panels), tokens, scratch);
+  if (a.logits == nullptr) {
+    find_largest<T>(a, item, scratch);
+    return;
+  }
   const T* bias = static_cast<const T*>(a.bias);
   for (int64_t row = item.first_row; row < item.end_row; ++row) {
     const float* sums = scratch + row - item.first_row;
@@ -133,7 +177,7 @@ void head_of_many(const HeadArgs& a, const void* panels, const HeadItem& item, f
 template <class T>
 void head(const HeadArgs& a, const void* panels, const HeadItem& item, float* scratch) {
   if (a.rows <= kDotRows) {
-    head_of_few<T>(a, item);
+    head_of_few<T>(a, item, scratch);
   } else {
     head_of_many<T>(a, panels, item, scratch);
   }

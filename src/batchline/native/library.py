@@ -63,7 +63,7 @@ class HeadArgs(ctypes.Structure):
     """Mirrors the structure of the same name in `arguments.h`."""
 
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "logits")),
+        *((name, ctypes.c_void_p) for name in ("x", "weight", "bias", "logits", "tokens")),
         *((name, ctypes.c_int64) for name in ("rows", "inputs", "vocab", "x_stride", "weight_stride")),
     ]
 
@@ -246,9 +246,18 @@ class NativeKernels:
         record(Kernel.LINEAR, self._runtime, dtype, args)
         check(self._library.batchline_linear(self._runtime, dtype, ctypes.byref(args)))
 
-    def head(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logits: torch.Tensor) -> None:
-        """logits = x @ weight^T + bias. x: (rows, inputs); weight: (vocab, inputs); bias: (vocab,) or None, all of one
-        type; logits: (rows, vocab) float32, contiguous.
+    def head(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        logits: torch.Tensor | None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        """logits = x @ weight^T + bias, or tokens = the first token with the largest one. Only one of them is given.
+
+        x: (rows, inputs); weight: (vocab, inputs); bias: (vocab,) or None, all of one type. logits: (rows, vocab)
+        float32, contiguous. tokens: (rows,) int64, contiguous; -1 where no logit is above -infinity.
 
         Raises: torch.OutOfMemoryError.
         """
@@ -256,7 +265,8 @@ class NativeKernels:
             x.data_ptr(),
             weight.data_ptr(),
             _pointer(bias),
-            logits.data_ptr(),
+            _pointer(logits),
+            _pointer(tokens),
             *x.shape,
             len(weight),
             x.stride(0),
