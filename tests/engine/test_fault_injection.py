@@ -18,6 +18,7 @@ from batchline.config import CacheConfig, EngineConfig, ModelConfig, SchedulerCo
 from batchline.engine import core, step_results
 from batchline.engine.block_pool import BlockPool
 from batchline.engine.core import Engine, Output
+from batchline.engine.direct_forward import DirectForward
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.model_runner import Forward, ModelRunner
 from batchline.engine.native_cache import NativeKVCache
@@ -170,6 +171,10 @@ ERRORS: list[Exception] = [
 ]
 error_kinds = pytest.mark.parametrize("error", ERRORS, ids=["runtime", "index", "value", "memory", "allocator"])
 
+HAS_KERNELS = open_kernels("auto") is not None
+FORWARD = DirectForward if HAS_KERNELS else Forward
+"""How the steps of the tests' model are computed."""
+
 CALLS: dict[str, tuple[Any, str]] = {
     "schedule": (Scheduler, "schedule"),
     "allocate": (BlockPool, "allocate"),
@@ -179,9 +184,9 @@ CALLS: dict[str, tuple[Any, str]] = {
     "mask rows": (StepMasks, "rows"),
     "pack": (core, "pack"),
     "layout": (ModelRunner, "_layout"),
-    "forward": (Forward, "__call__"),
+    "forward": (FORWARD, "__call__"),
     "run": (ModelRunner, "run"),
-    "clear": (KVCache if open_kernels("auto") is None else NativeKVCache, "clear"),
+    "clear": (NativeKVCache if HAS_KERNELS else KVCache, "clear"),
     "prompt logprobs": (step_results, "_note_prompt_logprobs"),
     "sample": (step_results, "sample"),
     "logprobs": (step_results, "token_logprobs"),
@@ -337,7 +342,7 @@ def test_engine_that_fails_on_a_harmless_sequence_too_ends_with_the_first_cause(
         raise RuntimeError("device-side assert triggered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Forward, "__call__", broken)
+        patch.setattr(FORWARD, "__call__", broken)
         for request in requests(OddTokens()):
             engine.add(request)
         outputs: list[Output] = []

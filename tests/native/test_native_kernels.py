@@ -188,6 +188,35 @@ def test_logits_are_the_product_in_float32(
     torch.testing.assert_close(logits, expected.float(), atol=1e-4, rtol=1e-4)  # bfloat16 is not rounded to, either
 
 
+@pytest.mark.parametrize(("rows", "inputs", "vocab"), HEAD_SHAPES)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_chosen_tokens_are_the_first_ones_with_the_largest_logit(
+    kernels: NativeKernels, dtype: torch.dtype, rows: int, inputs: int, vocab: int, has_bias: bool
+) -> None:
+    torch.manual_seed(rows)
+    x, weight = torch.randn(rows, inputs).to(dtype), torch.randn(vocab, inputs).to(dtype)
+    weight = torch.cat([weight, weight])  # each logit occurs twice
+    bias = torch.randn(vocab).to(dtype).repeat(2) if has_bias else None
+    logits, tokens = torch.empty(rows, 2 * vocab), torch.empty(rows, dtype=torch.int64)
+    kernels.head(x, weight, bias, logits)
+    kernels.head(x, weight, bias, None, tokens)
+    assert tokens.tolist() == logits.numpy().argmax(-1).tolist()
+    assert max(tokens) < vocab
+
+
+@pytest.mark.parametrize("count", [1, 8, 9, 40])
+def test_no_token_is_chosen_for_rows_without_a_number(kernels: NativeKernels, dtype: torch.dtype, count: int) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(count + 1, 64).to(dtype), torch.randn(200, 64).to(dtype)
+    tokens = torch.empty(count + 1, dtype=torch.int64)
+    x[count] = torch.nan
+    kernels.head(x, weight, None, None, tokens)
+    assert tokens[count] == -1
+    assert (tokens[:count] >= 0).all()
+    kernels.head(x[:count], weight, torch.full((200,), -torch.inf).to(dtype), None, tokens)
+    assert (tokens == -1).all()
+
+
 def full_of_nan_beyond(numbers: torch.Tensor) -> torch.Tensor:
     """The same rows in memory that holds NaN after each of them."""
     wider = numbers.new_full((len(numbers), numbers.shape[1] + 3), torch.nan)

@@ -159,20 +159,39 @@ class FusedStack(nn.Module):
         rotaries = [(position_embeddings[0][0], position_embeddings[1][0])]
         if self._rotary_by_type is not None:
             rotaries += self._other_rotaries(self._rotary_by_type, hidden_states, position_ids)
-        if added is None and self._replay.takes(step_layout):
+        x, delta = self.run(hidden_states[0], rotaries, step_layout, added)
+        return (x.clone() if delta is None else x.add(delta, alpha=self.residual_scale)).unsqueeze(0)
+
+    @property
+    def residual_scale(self) -> float:
+        """What the layers' results are multiplied with before they are added to the rows."""
+        return self._layers[-1].residual_scale
+
+    @property
+    def has_rotary_by_type(self) -> bool:
+        """Whether the rotary embedding depends on the layer's type."""
+        return self._rotary_by_type is not None
+
+    def run(
+        self,
+        hidden_states: torch.Tensor,
+        rotaries: Sequence[Rotary],
+        layout: NativeLayout,
+        added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """All layers' results, (num_tokens, hidden), and what is still to be added to them, times `residual_scale`, or
+        None. The next step overwrites both. hidden_states: (num_tokens, hidden), unchanged."""
+        if added is None and self._replay.takes(layout):
             if self._kept_workspace is None:
-                self._kept_workspace = Workspace(self._layers[0], hidden_states[0], MAX_ROWS)
+                self._kept_workspace = Workspace(self._layers[0], hidden_states, MAX_ROWS)
             layers = partial(self._run, self._kept_workspace)
-            x, has_delta = self._replay(layers, hidden_states[0], rotaries, step_layout)
-            delta = self._kept_workspace.delta[: len(x)] if has_delta else None
-            x = x.clone() if delta is None else x.add(delta, alpha=self._layers[-1].residual_scale)
-            return x.unsqueeze(0)
-        x = hidden_states[0].clone()  # updated in place from layer to layer
+            x, has_delta = self._replay(layers, hidden_states, rotaries, layout)
+            return x, self._kept_workspace.delta[: len(x)] if has_delta else None
+        x = hidden_states.clone()  # updated in place from layer to layer
         if self._workspace is None or self._workspace.max_rows < len(x):
             self._workspace = None  # free the old one before the new one is allocated
             self._workspace = Workspace(self._layers[0], x, len(x))
-        delta = self._run(self._workspace, x, rotaries, step_layout, added)
-        return (x if delta is None else x.add_(delta, alpha=self._layers[-1].residual_scale)).unsqueeze(0)
+        return x, self._run(self._workspace, x, rotaries, layout, added)
 
     @staticmethod
     def _other_rotaries(
@@ -260,8 +279,12 @@ class NativeRMSNorm(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """hidden_states: (1, rows, hidden), contiguous."""
-        out = torch.empty_like(hidden_states)
-        self._kernels.rms_norm(hidden_states[0], self._weight, self._eps, out[0])
+        return self.of_sum(hidden_states[0], None, 1.0).unsqueeze(0)
+
+    def of_sum(self, x: torch.Tensor, delta: torch.Tensor | None, scale: float) -> torch.Tensor:
+        """Normalises x + scale * delta, (rows, hidden), and changes x to that sum."""
+        out = torch.empty_like(x)
+        self._kernels.rms_norm(x, self._weight, self._eps, out, delta, scale)
         return out
 
 

@@ -60,6 +60,13 @@ class StepRunner(Protocol):
         the caller may modify it."""
 
 
+class ForwardPass(Protocol):
+    """Computes the rows of a packed step."""
+
+    def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits, hidden), a row for each wanted row."""
+
+
 class Forward:
     """One model's forward pass. It hooks the model's head only during calls, so the model stays unchanged."""
 
@@ -119,9 +126,12 @@ class ModelRunner:
         cache: KVCache | NativeKVCache,
         chooser: NativeHead | None = None,
         num_choices: int = 0,
+        direct: ForwardPass | None = None,
     ) -> None:
-        """chooser: the model's head, if it may choose the most likely of the first `num_choices` tokens itself."""
+        """chooser: the model's head, if it may choose the most likely of the first `num_choices` tokens itself. direct:
+        runs steps without media, whose positions are single numbers, in place of `forward`."""
         self._forward = forward
+        self._direct = direct
         self._cache = cache
         self._chooser = chooser
         self._num_choices = num_choices
@@ -134,12 +144,14 @@ class ModelRunner:
         inputs = ModelInputs(
             self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step), step.media
         )
+        is_plain = not inputs.media and inputs.positions.ndim == 1
+        forward = self._direct if self._direct is not None and is_plain else self._forward
         if step.wants_logits or self._chooser is None:
-            logits, hidden = self._forward(inputs)
+            logits, hidden = forward(inputs)
             return StepResult(logits.float(), hidden)
         tokens = torch.empty(len(step.rows), dtype=torch.int64)
         with self._chooser.choosing(tokens, self._num_choices):
-            logits, hidden = self._forward(inputs)
+            logits, hidden = forward(inputs)
         return StepResult(logits, hidden, tokens)
 
     def _layout(self, step: PackedStep) -> StepLayout:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from batchline.config import EngineConfig
+from batchline.engine.direct_forward import direct_forward
 from batchline.engine.kv_cache import CacheShape, KVCache, choose_num_blocks
 from batchline.engine.memory import CacheMemory, cache_allowance, free_bytes
 from batchline.engine.model_loader import LoadedModel
@@ -85,18 +86,21 @@ class NativePlacement:
         """See `Placement`."""
         cache = NativeKVCache(self.kernels, self.shape, num_blocks, self.memory)
         forward = Forward(self.loaded.model, self.loaded.media, is_fused=self.loaded.execution.is_fused)
-        return ModelRunner(forward, cache, self._chooser(), self.loaded.num_token_ids)
+        if not self.loaded.execution.is_fused:
+            return ModelRunner(forward, cache)
+        num_token_ids = self.loaded.num_token_ids
+        direct = direct_forward(self.loaded.model, forward, cache, num_token_ids)
+        return ModelRunner(forward, cache, self._chooser(), num_token_ids, direct)
 
     def _chooser(self) -> NativeHead | None:
         """The model's head, if the largest of its logits stays the largest until the model returns them.
 
         The models that can be fused only scale their logits, or squash them (Gemma), which may make some of them equal.
         """
-        model = self.loaded.model
+        model: Any = self.loaded.model
         head = model.get_output_embeddings()
         is_squashed = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-        can_choose = self.loaded.execution.is_fused and not is_squashed
-        return head if can_choose and isinstance(head, NativeHead) else None
+        return head if isinstance(head, NativeHead) and not is_squashed else None
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:

@@ -135,8 +135,8 @@ class Sequence:
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
-    takes_most_likely: whether its tokens are the most likely ones once it has `min_tokens`, and no more is wanted of the
-    logits.
+    takes_most_likely: whether its tokens are the most likely ones once it has `min_tokens`, and nothing else is wanted
+    of the logits.
     prompt_vocabulary: the different tokens of its prompt, once they are needed.
     guesses: of the tokens after its last one. The next step checks as many as fit, and writes to their positions.
     guess_record: how its guesses have fared; None before the first. may_guess: whether it may have any at all.
