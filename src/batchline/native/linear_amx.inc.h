@@ -42,11 +42,18 @@ inline TiledLinear tiled(const LinearArgs& a) {
           divide_up(a.inputs, kPair<BFloat16>) * kPanelRow * bytes, a.inputs / kTileInputs, 0};
 }
 
+constexpr int64_t kFewTiledRows = 96;  // more use each panel so often that its place in the caches matters more
+
 template <>
 void linear<BFloat16>(const LinearArgs& a, const LinearItem& item) {
-  multiply_tiles<float>(tiled(a), item, [&](const float* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
+  const auto finish = [&](const float* sums, int64_t row, int64_t end_row, int64_t panel, auto panels) {
     for (; row < end_row; ++row, sums += panels.value * kPanel) finish_tiled_row<panels.value>(a, sums, row, panel);
-  });
+  };
+  if (item.end_row - item.first_row <= kFewTiledRows) {
+    multiply_few_tiles<float>(tiled(a), item, finish);
+  } else {
+    multiply_tiles<float>(tiled(a), item, finish);
+  }
 }
 
 template <>

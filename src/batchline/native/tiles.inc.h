@@ -63,12 +63,10 @@ struct alignas(64) LastWeights {
 };
 
 // Registers 0 to 3 are sums: of two panels for a first block of rows, then of the same panels for a second one; or of
-// four panels for the only block. 4 and 5 are the blocks of x, 6 and 7 weights.
-constexpr TileShapes linear_shapes(int64_t first_rows, int64_t second_rows) {
+// four panels for the only block. 4 and 5 are the blocks of x, of so many rows each, 6 and 7 weights.
+constexpr TileShapes linear_shapes(int64_t rows) {
   TileShapes shapes;
-  for (int i = 0; i < 4; ++i) shapes.set(i, i < 2 || second_rows == 0 ? first_rows : second_rows);
-  shapes.set(4, first_rows);
-  shapes.set(5, second_rows == 0 ? first_rows : second_rows);
+  for (int i = 0; i < 6; ++i) shapes.set(i, rows);
   shapes.set(6, kTileRowCount);
   shapes.set(7, kTileRowCount);
   return shapes;
@@ -97,7 +95,7 @@ inline void add_two_blocks(const char* x, const char* second_x, int64_t x_stride
   }
 }
 
-// More than 16 rows, at most 32, against one or two panels. sums: (32, kPanels * kPanel). meanwhile() is called at each of
+// 32 rows against one or two panels. sums: (32, kPanels * kPanel). meanwhile() is called at each of
 // the depth's whole tiles.
 template <int kPanels, class Sum, class Meanwhile>
 void multiply_two_blocks(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums, Meanwhile meanwhile) {
@@ -201,37 +199,43 @@ class Unfinished {
 };
 
 // finish(sums, first row, end of the rows, first panel, Count of panels) gets the sums (rows, panels * kPanel) of a few
-// rows and panels at a time. Nothing is fetched ahead: the processor itself does that better for tiles.
+// rows and panels at a time. Here and below, nothing is fetched ahead: the processor itself does that better for tiles.
+//
+// 16 rows and four panels at a time: weights come from memory faster in four streams than in two.
+template <class Sum, class Finish>
+void multiply_few_tiles(const TiledLinear& a, const LinearItem& item, Finish finish) {
+  alignas(64) Sum sums[kTileRowCount * 4 * kPanel];
+  const Tiles tiles(linear_shapes(std::min(kTileRowCount, item.end_row - item.first_row)));
+  for_panels<4>(item, [&](int64_t panel, auto count) {
+    for (int64_t row = item.first_row; row < item.end_row; row += kTileRowCount) {
+      const int64_t end_row = std::min(row + kTileRowCount, item.end_row);
+      const int64_t from = std::max(item.first_row, end_row - kTileRowCount);  // the last block may overlap the one before
+      multiply_block<count.value>(a, from, panel, sums);
+      finish(sums + (row - from) * count.value * kPanel, row, end_row, panel, count);
+    }
+  });
+}
+
+// 32 rows and two panels at a time: each tile is used twice once it is in a register.
 template <class Sum, class Finish>
 void multiply_tiles(const TiledLinear& a, const LinearItem& item, Finish finish) {
-  static constexpr TileShapes kWholeBlocks = linear_shapes(kTileRowCount, kTileRowCount);
   alignas(64) Sum both_sums[2][kTwoBlocks * 2 * kPanel];  // in turn
   const int64_t rows_a_tile = divide_up(kTwoBlocks, std::max<int64_t>(1, a.num_tiles));
-  const auto two_blocks = [&](int64_t first_row, int64_t end_row) {
+  const int64_t rest_row = item.end_row - (item.end_row - item.first_row) % kTwoBlocks;
+  if (rest_row > item.first_row) {
+    const Tiles tiles(linear_shapes(kTileRowCount));
     for_panels<2>(item, [&](int64_t panel, auto count) {
       Unfinished<Sum, count.value, Finish> before(finish);
-      for (int64_t row = first_row; row < end_row; row += kTwoBlocks) {
-        Sum* sums = both_sums[(row - first_row) / kTwoBlocks % 2];
+      for (int64_t row = item.first_row; row < rest_row; row += kTwoBlocks) {
+        Sum* sums = both_sums[(row - item.first_row) / kTwoBlocks % 2];
         multiply_two_blocks<count.value>(a, row, panel, sums, [&] { before.finish(rows_a_tile); });
         before.finish(kTwoBlocks);  // what is left
-        before.start(sums, row, std::min(row + kTwoBlocks, end_row), panel);
+        before.start(sums, row, row + kTwoBlocks, panel);
       }
       before.finish(kTwoBlocks);
     });
-  };
-  const int64_t rest = (item.end_row - item.first_row) % kTwoBlocks, rest_row = item.end_row - rest;
-  Tiles tiles(kWholeBlocks);
-  two_blocks(item.first_row, rest_row);
-  if (rest > kTileRowCount) {
-    tiles.reshape(linear_shapes(kTileRowCount, rest - kTileRowCount));
-    two_blocks(rest_row, item.end_row);
-  } else if (rest > 0) {
-    tiles.reshape(linear_shapes(rest, 0));
-    for_panels<4>(item, [&](int64_t panel, auto count) {
-      multiply_block<count.value>(a, rest_row, panel, both_sums[0]);
-      finish(both_sums[0], rest_row, item.end_row, panel, count);
-    });
   }
+  if (rest_row < item.end_row) multiply_few_tiles<Sum>(a, {rest_row, item.end_row, item.first_panel, item.end_panel}, finish);
 }
 
 // Rows of an item, whose x has row_bytes in each.
