@@ -1,10 +1,12 @@
-"""Which fused models run without the Python of `transformers` around their layers.
+"""Which fused models run without the Python of `transformers` around their layers, and which steps without logits.
 
-That they give the right tokens is the oracle's business (`test_oracle.py`).
+`test_oracle.py` checks the tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,17 @@ from families import FUSED, make_model
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
 from batchline.engine.direct_forward import DirectForward
+from batchline.engine.model_runner import StepResult
+from batchline.engine.request import (
+    BannedSequences,
+    EmbeddingRequest,
+    GenerationOutput,
+    GenerationRequest,
+    RequestFailed,
+    SamplingParams,
+)
+from batchline.engine.sequence import Sequence
+from batchline.engine.step import Chunk, Step, pack
 from batchline.native.library import open_kernels
 
 pytestmark = pytest.mark.skipif(
@@ -37,18 +50,116 @@ def test_models_that_only_embed_and_normalise_around_their_layers_run_directly(f
     assert (runner._direct is None) == (family in DOING_MORE)
 
 
-def test_a_model_whose_own_pass_gives_other_bits_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    direct = DirectForward.__call__
+@pytest.mark.parametrize("what", ["logits", "hidden", "tokens"])
+def test_a_model_whose_own_pass_gives_something_else_keeps_it(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = DirectForward.run
 
-    def off_by_a_little(self: DirectForward, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        logits, hidden = direct(self, inputs)
-        return logits * (1 + 1e-6), hidden
+    def off_by_one(self: DirectForward, inputs: Any, *, wants_logits: bool) -> StepResult:
+        result = run(self, inputs, wants_logits=wants_logits)
+        numbers = getattr(result, what)
+        return result if numbers is None else replace(result, **{what: numbers + 1})
 
-    monkeypatch.setattr(DirectForward, "__call__", off_by_a_little)
+    monkeypatch.setattr(DirectForward, "run", off_by_one)
     runner: Any = make_engine(make_model("llama", tmp_path))._runner
     assert runner._direct is None
+
+
+def test_a_model_whose_parts_cannot_be_called_keeps_its_own_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise TypeError("forward() got an unexpected keyword argument")
+
+    monkeypatch.setattr(DirectForward, "run", broken)
+    engine = make_engine(make_model("llama", tmp_path))
+    runner: Any = engine._runner
+    assert runner._direct is None
+    assert tokens_of(engine, {"greedy": SamplingParams(max_tokens=4, temperature=0.0)})["greedy"]
 
 
 def test_a_new_cache_is_zero_after_the_model_was_compared(tmp_path: Path) -> None:
     runner: Any = make_engine(make_model("llama", tmp_path))._runner
     assert not runner._cache._memory.any()
+
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+WANTING_LOGITS = {
+    "temperature": replace(GREEDY, temperature=0.7, seed=1),
+    "repetition_penalty": replace(GREEDY, repetition_penalty=1.3),
+    "presence_penalty": replace(GREEDY, presence_penalty=0.5),
+    "frequency_penalty": replace(GREEDY, frequency_penalty=0.5),
+    "logit_bias": replace(GREEDY, logit_bias={5: 3.0}),
+    "allowed_token_ids": replace(GREEDY, allowed_token_ids=frozenset(range(20))),
+    "bad_words": replace(GREEDY, bad_words=BannedSequences([(5,)])),
+    "logprobs": replace(GREEDY, logprobs=2),
+    "prompt_logprobs": replace(GREEDY, prompt_logprobs=1),
+    "min_tokens": replace(GREEDY, min_tokens=6, eos_token_ids=frozenset(range(60))),
+}
+"""Greedy, but for one parameter each."""
+
+
+def tokens_of(engine: Engine, samplings: Mapping[str, SamplingParams]) -> dict[str, list[int]]:
+    """The tokens of requests that run together, with a prompt each."""
+    for index, (name, sampling) in enumerate(samplings.items()):
+        prompt = tuple(range(5 + index, 15 + 2 * index))
+        engine.add(GenerationRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            assert isinstance(output, GenerationOutput)
+            tokens[output.request_id] = list(output.token_ids)
+    return tokens
+
+
+@pytest.mark.parametrize("name", WANTING_LOGITS)
+def test_a_request_that_wants_logits_makes_its_step_compute_them(name: str) -> None:
+    request = GenerationRequest(request_id="r", prompt_token_ids=(5, 6), sampling=WANTING_LOGITS[name])
+    assert Sequence(request, 0).wants_logits
+    assert not Sequence(replace(request, sampling=GREEDY), 0).wants_logits
+
+
+def test_embeddings_and_greedy_requests_after_their_min_tokens_want_none() -> None:
+    assert not Sequence(EmbeddingRequest(request_id="r", prompt_token_ids=(5,)), 0).wants_logits
+    sampling = replace(GREEDY, min_tokens=1)
+    sequence = Sequence(GenerationRequest(request_id="r", prompt_token_ids=(5,), sampling=sampling), 0)
+    assert sequence.wants_logits
+    sequence.append(7)
+    assert not sequence.wants_logits
+
+
+def test_unfinished_prompts_do_not_make_a_step_compute_logits() -> None:
+    sampled = Sequence(
+        GenerationRequest(request_id="r", prompt_token_ids=(5,) * 9, sampling=SamplingParams(max_tokens=1)), 0
+    )
+    sampled.block_table = [0]
+    assert not pack(Step((Chunk(sampled, 0, 4),)), 16).wants_logits
+    assert pack(Step((Chunk(sampled, 4, 9),)), 16).wants_logits
+
+
+def test_each_request_gets_the_tokens_that_it_gets_alone(tmp_path: Path) -> None:
+    engine = make_engine(make_model("llama", tmp_path))
+    samplings = {"greedy": GREEDY, **WANTING_LOGITS}
+    together = tokens_of(engine, samplings)
+    assert tokens_of(engine, {"greedy": GREEDY}) == {"greedy": together["greedy"]}
+    runs: Any = engine._runner
+    asked: list[bool] = []
+    run = runs._direct.run
+    runs._direct.run = lambda inputs, *, wants_logits: (
+        asked.append(wants_logits) or run(inputs, wants_logits=wants_logits)
+    )
+    both = tokens_of(engine, {"greedy": GREEDY, "temperature": replace(GREEDY, temperature=0.7, seed=1, max_tokens=4)})
+    assert both["greedy"] == together["greedy"]
+    assert asked[0]
+    assert not asked[-1], "the greedy request goes on alone, without logits"
+
+
+def test_numbers_that_are_not_finite_fail_a_greedy_request_with_that_error(tmp_path: Path) -> None:
+    engine = make_engine(make_model("llama", tmp_path))
+    head: Any = engine.loaded.model.get_output_embeddings()  # type: ignore[operator]
+    head.weight.fill_(torch.nan)
+    engine.add(GenerationRequest(request_id="r", prompt_token_ids=(5, 6), sampling=GREEDY))
+    (output,) = engine.step()
+    assert isinstance(output, RequestFailed)
+    assert "not finite" in str(output.error)

@@ -172,7 +172,7 @@ ERRORS: list[Exception] = [
 error_kinds = pytest.mark.parametrize("error", ERRORS, ids=["runtime", "index", "value", "memory", "allocator"])
 
 HAS_KERNELS = open_kernels("auto") is not None
-FORWARD = DirectForward if HAS_KERNELS else Forward
+FORWARD: tuple[Any, str] = (DirectForward, "run") if HAS_KERNELS else (Forward, "__call__")
 """How the steps of the tests' model are computed."""
 
 CALLS: dict[str, tuple[Any, str]] = {
@@ -184,7 +184,7 @@ CALLS: dict[str, tuple[Any, str]] = {
     "mask rows": (StepMasks, "rows"),
     "pack": (core, "pack"),
     "layout": (ModelRunner, "_layout"),
-    "forward": (FORWARD, "__call__"),
+    "forward": FORWARD,
     "run": (ModelRunner, "run"),
     "clear": (NativeKVCache if HAS_KERNELS else KVCache, "clear"),
     "prompt logprobs": (step_results, "_note_prompt_logprobs"),
@@ -338,11 +338,11 @@ def test_abort_that_fails_loses_nobody_else(
 def test_engine_that_fails_on_a_harmless_sequence_too_ends_with_the_first_cause(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: Any) -> torch.Tensor:
+    def broken(*_: Any, **__: Any) -> torch.Tensor:
         raise RuntimeError("device-side assert triggered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(FORWARD, "__call__", broken)
+        patch.setattr(*FORWARD, broken)
         for request in requests(OddTokens()):
             engine.add(request)
         outputs: list[Output] = []

@@ -63,18 +63,12 @@ def test_the_memory_of_logits_is_used_again() -> None:
 
 
 @torch.inference_mode()
-def test_inside_choosing_it_finds_the_most_likely_of_the_first_tokens(dtype: torch.dtype) -> None:
+def test_it_finds_the_most_likely_of_the_first_tokens(dtype: torch.dtype) -> None:
     model, hidden = Model(100, dtype), hidden_rows(dtype)
     use_native_head(model, KERNELS, hidden)
     head: Any = model.head
-    expected = head(hidden)[:, :60].argmax(-1)
-    tokens = torch.empty(len(hidden), dtype=torch.int64)
-    with head.choosing(tokens, 60):
-        assert head(hidden[None]).shape == (1, len(hidden), 0)
-    assert torch.equal(tokens, expected)
-    assert head(hidden).shape == (len(hidden), 100)
-    with head.choosing(tokens[:0], 60):
-        assert head(hidden[:0]).shape == (0, 0)
+    assert torch.equal(head.most_likely(hidden, 60), head(hidden)[:, :60].argmax(-1))
+    assert head.most_likely(hidden[:0], 60).shape == (0,)
 
 
 class WrongKernels(NativeKernels):
@@ -84,17 +78,9 @@ class WrongKernels(NativeKernels):
         assert KERNELS is not None
         self.__dict__.update(KERNELS.__dict__)
 
-    def head(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        logits: torch.Tensor | None,
-        tokens: torch.Tensor | None = None,
-    ) -> None:
-        super().head(x, weight, bias, logits, tokens)
-        if logits is not None:
-            logits[:, -1] += 100
+    def head(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logits: torch.Tensor) -> None:
+        super().head(x, weight, bias, logits)
+        logits[:, -1] += 100
 
 
 def test_a_head_that_the_kernels_compute_wrongly_stays_with_torch(dtype: torch.dtype) -> None:

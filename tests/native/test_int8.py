@@ -24,7 +24,17 @@ from batchline.native.packing import Gate
 SUPPORTED = supported_isas()
 pytestmark = pytest.mark.skipif(not SUPPORTED, reason="the native kernels were not built: no C++ compiler")
 
-SHAPES = [(1, 8, 16), (2, 64, 100), (5, 3, 1), (13, 97, 40), (96, 50, 7), (100, 2050, 130), (1030, 70, 33)]
+SHAPES = [
+    (1, 8, 16),
+    (2, 64, 100),
+    (5, 3, 1),
+    (13, 97, 40),
+    (17, 96, 130),
+    (31, 70, 70),
+    (96, 50, 7),
+    (100, 2050, 130),
+    (1030, 70, 33),
+]
 
 
 @pytest.fixture(params=SUPPORTED, ids=lambda isa: isa.name.lower())

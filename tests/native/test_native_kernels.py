@@ -98,7 +98,17 @@ def test_a_float_weight_is_not_rounded(kernels: NativeKernels) -> None:
     assert len(out[0].unique()) > 1
 
 
-LINEAR_SHAPES = [(1, 8, 16), (2, 64, 100), (13, 96, 40), (97, 50, 7), (100, 2050, 130), (200, 1100, 64)]
+LINEAR_SHAPES = [
+    (1, 8, 16),
+    (2, 64, 100),
+    (13, 96, 40),
+    (17, 96, 130),
+    (31, 70, 70),
+    (95, 64, 130),
+    (97, 50, 7),
+    (100, 2050, 130),
+    (200, 1100, 64),
+]
 
 
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), LINEAR_SHAPES)
@@ -199,7 +209,7 @@ def test_the_chosen_tokens_are_the_first_ones_with_the_largest_logit(
     bias = torch.randn(vocab).to(dtype).repeat(2) if has_bias else None
     logits, tokens = torch.empty(rows, 2 * vocab), torch.empty(rows, dtype=torch.int64)
     kernels.head(x, weight, bias, logits)
-    kernels.head(x, weight, bias, None, tokens)
+    kernels.most_likely(x, weight, bias, tokens)
     assert tokens.tolist() == logits.numpy().argmax(-1).tolist()
     assert max(tokens) < vocab
 
@@ -210,10 +220,10 @@ def test_no_token_is_chosen_for_rows_without_a_number(kernels: NativeKernels, dt
     x, weight = torch.randn(count + 1, 64).to(dtype), torch.randn(200, 64).to(dtype)
     tokens = torch.empty(count + 1, dtype=torch.int64)
     x[count] = torch.nan
-    kernels.head(x, weight, None, None, tokens)
+    kernels.most_likely(x, weight, None, tokens)
     assert tokens[count] == -1
     assert (tokens[:count] >= 0).all()
-    kernels.head(x[:count], weight, torch.full((200,), -torch.inf).to(dtype), None, tokens)
+    kernels.most_likely(x, weight, torch.full((200,), -torch.inf).to(dtype), tokens)
     assert (tokens == -1).all()
 
 

@@ -163,6 +163,7 @@ class DraftModel:
     ) -> list[int | None]:
         shadows = [self._seats[sequence].shadow for sequence in sequences]
         result = self._compute([Chunk(shadow, shadow.num_computed_tokens, shadow.num_tokens) for shadow in shadows])
+        assert result.logits is not None, "shadows are not greedy"
         with torch.inference_mode():
             return sample(_resized(result.logits[:, : self.num_token_ids], vocab_size), states)
 
@@ -182,7 +183,7 @@ def _resized(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def _shadow(sequence: RunningSequence, blocks: list[int]) -> RunningSequence:
-    sampling = SamplingParams(max_tokens=1)  # random, so that its steps have logits
+    sampling = SamplingParams(max_tokens=1, temperature=1.0)  # not greedy: its steps must have logits
     request = GenerationRequest(request_id=sequence.request_id, prompt_token_ids=(), sampling=sampling)
     shadow = RunningSequence(request, 0)
     shadow.block_table = blocks

@@ -160,7 +160,7 @@ class FusedStack(nn.Module):
         if self._rotary_by_type is not None:
             rotaries += self._other_rotaries(self._rotary_by_type, hidden_states, position_ids)
         x, delta = self.run(hidden_states[0], rotaries, step_layout, added)
-        return (x.clone() if delta is None else x.add(delta, alpha=self.residual_scale)).unsqueeze(0)
+        return (x if delta is None else x.add_(delta, alpha=self.residual_scale)).unsqueeze(0)
 
     @property
     def residual_scale(self) -> float:
@@ -180,7 +180,7 @@ class FusedStack(nn.Module):
         added: tuple[torch.Tensor, Sequence[torch.Tensor]] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """All layers' results, (num_tokens, hidden), and what is still to be added to them, times `residual_scale`, or
-        None. The next step overwrites both. hidden_states: (num_tokens, hidden), unchanged."""
+        None. The next step may overwrite both. hidden_states: (num_tokens, hidden), unchanged."""
         if added is None and self._replay.takes(layout):
             if self._kept_workspace is None:
                 self._kept_workspace = Workspace(self._layers[0], hidden_states, MAX_ROWS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -18,8 +18,10 @@ from batchline.engine.attention import PaddedDecodes, PrefillChunk, StepLayout, 
 from batchline.engine.kv_cache import KVCache
 from batchline.engine.multimodal import MediaModel
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
-from batchline.engine.native_head import NativeHead
 from batchline.engine.step import MediaRows, PackedStep
+
+if TYPE_CHECKING:
+    from batchline.engine.direct_forward import DirectForward
 
 MAX_PADDING = 1.25
 """Decodes are padded together if the longest context is at most this many times the shortest."""
@@ -44,10 +46,10 @@ class ModelInputs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """logits: (num_rows, vocab) float32 of the wanted rows; hidden: (num_rows, hidden_size), the inputs of the
-    language-model head for them. tokens: (num_rows,) int64, if a step that wants no logits got none: each row's most
-    likely token, or -1 if no logit is above minus infinity."""
+    language-model head for them. tokens: (num_rows,) int64, each row's most likely token, or -1 if no logit is above
+    minus infinity; a step that wants no logits may get them instead."""
 
-    logits: torch.Tensor
+    logits: torch.Tensor | None
     hidden: torch.Tensor
     tokens: torch.Tensor | None = None
 
@@ -58,13 +60,6 @@ class StepRunner(Protocol):
     def run(self, step: PackedStep) -> StepResult:
         """Compute the step. The result has a row for each of `step.rows`. The next step may overwrite the result, and
         the caller may modify it."""
-
-
-class ForwardPass(Protocol):
-    """Computes the rows of a packed step."""
-
-    def __call__(self, inputs: ModelInputs) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits, hidden), a row for each wanted row."""
 
 
 class Forward:
@@ -124,17 +119,12 @@ class ModelRunner:
         self,
         forward: Forward,
         cache: KVCache | NativeKVCache,
-        chooser: NativeHead | None = None,
-        num_choices: int = 0,
-        direct: ForwardPass | None = None,
+        direct: DirectForward | None = None,
     ) -> None:
-        """chooser: the model's head, if it may choose the most likely of the first `num_choices` tokens itself. direct:
-        runs steps without media, whose positions are single numbers, in place of `forward`."""
+        """direct: runs steps without media, whose positions are single numbers, in place of `forward`."""
         self._forward = forward
         self._direct = direct
         self._cache = cache
-        self._chooser = chooser
-        self._num_choices = num_choices
 
     @torch.inference_mode()
     def run(self, step: PackedStep) -> StepResult:
@@ -144,15 +134,10 @@ class ModelRunner:
         inputs = ModelInputs(
             self._send(step.tokens), self._send(step.positions), self._send(step.rows), self._layout(step), step.media
         )
-        is_plain = not inputs.media and inputs.positions.ndim == 1
-        forward = self._direct if self._direct is not None and is_plain else self._forward
-        if step.wants_logits or self._chooser is None:
-            logits, hidden = forward(inputs)
-            return StepResult(logits.float(), hidden)
-        tokens = torch.empty(len(step.rows), dtype=torch.int64)
-        with self._chooser.choosing(tokens, self._num_choices):
-            logits, hidden = forward(inputs)
-        return StepResult(logits, hidden, tokens)
+        if self._direct is not None and not inputs.media and inputs.positions.ndim == 1:
+            return self._direct.run(inputs, wants_logits=step.wants_logits)
+        logits, hidden = self._forward(inputs)
+        return StepResult(logits.float(), hidden)
 
     def _layout(self, step: PackedStep) -> StepLayout:
         cache, slots = self._cache, self._send(step.slots)

@@ -6,8 +6,6 @@ logits, and the system would zero new memory for them at each step, which takes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,29 +27,11 @@ class NativeHead(nn.Module):
         self.bias = head.bias
         self._kernels = kernels
         self._memory = torch.empty(0)
-        self._tokens: torch.Tensor | None = None
-
-    @contextmanager
-    def choosing(self, tokens: torch.Tensor, num_choices: int) -> Iterator[None]:
-        """Inside the block, the one call fills `tokens` and returns (..., 0) instead of logits.
-
-        tokens: int64, one for each row. It gets the first token with the largest logit among the first `num_choices`,
-        or -1 if no logit is above minus infinity.
-        """
-        self._tokens, self._num_choices = tokens, num_choices
-        try:
-            yield
-        finally:
-            self._tokens = None
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden: (..., inputs), of the weight's dtype. Returns (..., vocab) float32; the next call overwrites it."""
         rows = hidden.reshape(-1, hidden.shape[-1]).contiguous()
         vocab = len(self.weight)
-        if self._tokens is not None:
-            bias = None if self.bias is None else self.bias[: self._num_choices]
-            self._kernels.head(rows, self.weight[: self._num_choices], bias, None, self._tokens)
-            return self._memory.new_empty(*hidden.shape[:-1], 0)
         if len(self._memory) < len(rows) * vocab:
             self._memory = torch.empty(0)  # free it before the next one is allocated
             self._memory = torch.empty(len(rows) * vocab)
@@ -59,6 +39,15 @@ class NativeHead(nn.Module):
         if len(rows):
             self._kernels.head(rows, self.weight, self.bias, logits)
         return logits.view(*hidden.shape[:-1], vocab)
+
+    def most_likely(self, hidden: torch.Tensor, num_choices: int) -> torch.Tensor:
+        """The first of the first `num_choices` tokens with the largest logit, (rows,) int64; -1 if no logit is above
+        minus infinity. hidden: (rows, inputs), contiguous."""
+        tokens = torch.empty(len(hidden), dtype=torch.int64)
+        if len(hidden):
+            bias = None if self.bias is None else self.bias[:num_choices]
+            self._kernels.most_likely(hidden, self.weight[:num_choices], bias, tokens)
+        return tokens
 
 
 @torch.inference_mode()

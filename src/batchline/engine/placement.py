@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -18,7 +18,6 @@ from batchline.engine.memory import CacheMemory, cache_allowance, free_bytes
 from batchline.engine.model_loader import LoadedModel
 from batchline.engine.model_runner import Forward, ModelRunner, StepRunner
 from batchline.engine.native_cache import NativeKVCache, padded
-from batchline.engine.native_head import NativeHead
 from batchline.errors import ModelLoadError
 from batchline.model_facts import ModelFacts, missing_kernels
 from batchline.native.library import NativeKernels, open_kernels
@@ -88,19 +87,8 @@ class NativePlacement:
         forward = Forward(self.loaded.model, self.loaded.media, is_fused=self.loaded.execution.is_fused)
         if not self.loaded.execution.is_fused:
             return ModelRunner(forward, cache)
-        num_token_ids = self.loaded.num_token_ids
-        direct = direct_forward(self.loaded.model, forward, cache, num_token_ids)
-        return ModelRunner(forward, cache, self._chooser(), num_token_ids, direct)
-
-    def _chooser(self) -> NativeHead | None:
-        """The model's head, if the largest of its logits stays the largest until the model returns them.
-
-        The models that can be fused only scale their logits, or squash them (Gemma), which may make some of them equal.
-        """
-        model: Any = self.loaded.model
-        head = model.get_output_embeddings()
-        is_squashed = getattr(model.config.get_text_config(), "final_logit_softcapping", None) is not None
-        return head if isinstance(head, NativeHead) and not is_squashed else None
+        direct = direct_forward(self.loaded.model, forward, cache, self.loaded.num_token_ids)
+        return ModelRunner(forward, cache, direct)
 
 
 def choose_kernels(config: EngineConfig) -> NativeKernels | None:

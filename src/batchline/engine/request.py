@@ -108,7 +108,7 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether something else than `min_tokens` may make another token the most likely one."""
+        """Whether a rule other than `min_tokens` may change which token is the most likely one."""
         return (
             (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
             or bool(self.logit_bias)

@@ -135,8 +135,8 @@ class Sequence:
     num_finite_tokens: positions whose keys and values are known to be finite, because a finite result depended on them.
     uncut: ranges [start, end) of positions that see each other, so that one step must compute a range to its end.
     prompt_key: stands for the whole prompt with its media, if its first positions depend on its last ones.
-    takes_most_likely: whether its tokens are the most likely ones once it has `min_tokens`, and nothing else is wanted
-    of the logits.
+    takes_most_likely: whether each token after its first `min_tokens` is the most likely one, and nothing else of the
+    logits is wanted.
     prompt_vocabulary: the different tokens of its prompt, once they are needed.
     guesses: of the tokens after its last one. The next step checks as many as fit, and writes to their positions.
     guess_record: how its guesses have fared; None before the first. may_guess: whether it may have any at all.
@@ -264,6 +264,8 @@ class Sequence:
     @property
     def wants_logits(self) -> bool:
         """Whether the next step needs more of its logits than which one is the largest."""
+        if self.wants_hidden:
+            return False
         return not self.takes_most_likely or self.num_output_tokens < self.sampling.min_tokens
 
     @property

@@ -159,7 +159,7 @@ def pack(step: Step, block_size: int) -> PackedStep:
         chunks=packed_chunks,
         tables=flat_tables,
         blocks_to_clear=np.array(step.blocks_to_clear, dtype=np.int64),
-        wants_logits=any(sequence.wants_logits for sequence in step.sequences),
+        wants_logits=any(chunk.num_wanted_rows > 0 and chunk.sequence.wants_logits for chunk in step.chunks),
     )
 
 

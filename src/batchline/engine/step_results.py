@@ -43,6 +43,9 @@ MIN_MASKS = 8
 """This many masks take less time than waking up a thread."""
 
 
+NOT_FINITE = "the model computed numbers for this request that are not finite (NaN or infinite)"
+
+
 @dataclass(slots=True)
 class SequenceResult:
     """A step's result for one sequence: tokens, a hidden state, an error, or nothing if no token is sampled.
@@ -86,7 +89,7 @@ def read_results(
     """
     results: list[SequenceResult] = []
     sampled: list[SequenceResult] = []
-    logits = result.logits[:, :vocab_size]
+    logits = None if result.logits is None else result.logits[:, :vocab_size]
     is_finite = torch.isfinite(result.hidden).all(-1).tolist()
     first = 0
     for chunk in step.chunks:
@@ -100,14 +103,11 @@ def read_results(
             results.append(SequenceResult(sequence, own.stop - 1, is_broken=True))
             continue
         if not all(is_finite[own]):
-            error = NumbersNotFinite(
-                "the model computed numbers for this request that are not finite (NaN or infinite)"
-            )
-            results.append(SequenceResult(sequence, own.stop - 1, error=error))
+            results.append(SequenceResult(sequence, own.stop - 1, error=NumbersNotFinite(NOT_FINITE)))
             continue
         if num_rows == chunk.num_tokens or reach is None or chunk.end - sequence.num_finite_tokens <= reach:
             sequence.num_finite_tokens = chunk.end
-        if sequence.wants_prompt_logprobs:
+        if sequence.wants_prompt_logprobs and logits is not None:
             _note_prompt_logprobs(chunk, logits[own])
         if not chunk.is_last:
             continue
@@ -118,14 +118,14 @@ def read_results(
             results[-1].hidden = result.hidden[own.stop - 1]
         elif sequence.needs_next_token:
             sampled.append(results[-1])
-    if sampled and result.tokens is not None:
-        _take(sampled, result.tokens.tolist())
-    elif sampled:
+    if sampled and logits is not None:
         _sample(sampled, logits, masks)
+    elif sampled and result.tokens is not None:
+        _apply_chosen(sampled, result.tokens.tolist())
     return results
 
 
-def _take(results: SequenceOf[SequenceResult], chosen: SequenceOf[int]) -> None:
+def _apply_chosen(results: SequenceOf[SequenceResult], chosen: SequenceOf[int]) -> None:
     """Fill in the next tokens, or the error. chosen: the tokens of the step's rows, -1 for none."""
     for result in results:
         own = chosen[result.row : result.row + 1 + len(result.guesses)]
@@ -217,7 +217,7 @@ def _constrain(
         allow_only(logits, rows, masks.rows(matchers))
 
 
-def _no_token_left(sequence: Sequence) -> ConstraintFailed:
+def _no_token_left(sequence: Sequence) -> EngineError:
     """The error that names everything in the request that rules tokens out at this position."""
     sampling = sequence.sampling
     ends_too_early = sequence.num_output_tokens < sampling.min_tokens
@@ -229,6 +229,8 @@ def _no_token_left(sequence: Sequence) -> ConstraintFailed:
         "the required format of the output": sequence.matcher is not None,
     }
     names = ", ".join(name for name, rules_out in ruling_out.items() if rules_out)
+    if not names:
+        return NumbersNotFinite(NOT_FINITE)
     return ConstraintFailed(f"No token satisfies all constraints of the request ({names}). Change one of them.")
 
 

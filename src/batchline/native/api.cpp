@@ -84,32 +84,48 @@ int with_rows(const RecordedCall& recorded, int64_t num_rows, Call call) {
 }
 
 // The largest logits of each item's tokens, and these tokens: (items of the vocabulary, rows in whole panels).
-struct LargestLogits {
+class LargestLogits {
+ public:
   LargestLogits(int64_t items, int64_t rows)
-      : stride(round_up(rows, kPanel)), values(static_cast<size_t>(items * stride)), tokens(values.size()) {}
+      : items_(items),
+        stride_(round_up(rows, kPanel)),
+        values_(static_cast<float*>(allocate_lines(static_cast<size_t>(items * stride_) * sizeof(float)))),
+        tokens_(static_cast<int32_t*>(allocate_lines(static_cast<size_t>(items * stride_) * sizeof(int32_t)))) {}
+
+  // Where an item's results go, from a row on.
+  void place(HeadItem& item, int64_t number) const {
+    const int64_t offset = number * stride_ + item.first_row;
+    item.largest = values_.get() + offset;
+    item.tokens = tokens_.get() + offset;
+  }
 
   // Each row's token of all items; the first of equal ones.
   void merge(const HeadArgs& a) {
-    for (size_t i = static_cast<size_t>(stride); i < values.size(); ++i) {
-      const size_t row = i % static_cast<size_t>(stride);
-      if (values[i] > values[row]) {
-        values[row] = values[i];
-        tokens[row] = tokens[i];
+    float* largest = values_.get();
+    int32_t* chosen = tokens_.get();
+    for (int64_t item = 1; item < items_; ++item) {
+      const float* values = largest + item * stride_;
+      const int32_t* tokens = chosen + item * stride_;
+      for (int64_t row = 0; row < a.rows; ++row) {
+        const bool is_larger = values[row] > largest[row];
+        largest[row] = is_larger ? values[row] : largest[row];
+        chosen[row] = is_larger ? tokens[row] : chosen[row];
       }
     }
-    std::copy_n(tokens.begin(), a.rows, a.tokens);
+    std::copy_n(chosen, a.rows, a.tokens);
   }
 
-  int64_t stride;
-  std::vector<float> values;
-  std::vector<int32_t> tokens;
+ private:
+  int64_t items_, stride_;
+  std::unique_ptr<float, FreeDeleter> values_;
+  std::unique_ptr<int32_t, FreeDeleter> tokens_;
 };
 
 struct HeadWork {
   const HeadArgs& args;
   const TypedKernels& kernels;
   const void* panels;
-  LargestLogits& largest;
+  const LargestLogits* largest;  // null: logits are wanted
   Scratch scratch{kHeadScratch * sizeof(float)};
 
   // Items: all tokens of a block of rows, then those of the next one.
@@ -119,11 +135,7 @@ struct HeadWork {
       const int64_t row = i / token_items * kHeadItemRows, token = i % token_items * kHeadItemTokens;
       HeadItem item = {row, std::min(row + kHeadItemRows, args.rows), token,
                        std::min(token + kHeadItemTokens, args.vocab), nullptr, nullptr};
-      if (args.logits == nullptr) {
-        const int64_t place = i % token_items * largest.stride + row;
-        item.largest = largest.values.data() + place;
-        item.tokens = largest.tokens.data() + place;
-      }
+      if (largest != nullptr) largest->place(item, i % token_items);
       kernels.head(args, panels, item, static_cast<float*>(scratch.get()));
     }
   }
@@ -250,10 +262,11 @@ __attribute__((visibility("default"))) int batchline_head(const Runtime* runtime
     Scratch panels(static_cast<size_t>(round_up(a->rows, kPanel) * row_bytes));
     kernels.pack_rows(*a, panels.get());
     const int64_t token_items = divide_up(a->vocab, kHeadItemTokens);
-    LargestLogits largest(a->logits == nullptr ? token_items : 0, a->rows);
-    const HeadWork work{*a, kernels, panels.get(), largest};
+    std::unique_ptr<LargestLogits> largest;
+    if (a->logits == nullptr) largest = std::make_unique<LargestLogits>(token_items, a->rows);
+    const HeadWork work{*a, kernels, panels.get(), largest.get()};
     parallel_ranges(runtime->run_parallel, divide_up(a->rows, kHeadItemRows) * token_items, 1, work);
-    if (a->logits == nullptr) largest.merge(*a);
+    if (largest) largest->merge(*a);
     return kDone;
   });
 }

@@ -246,21 +246,31 @@ class NativeKernels:
         record(Kernel.LINEAR, self._runtime, dtype, args)
         check(self._library.batchline_linear(self._runtime, dtype, ctypes.byref(args)))
 
-    def head(
+    def head(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, logits: torch.Tensor) -> None:
+        """logits = x @ weight^T + bias. x: (rows, inputs); weight: (vocab, inputs); bias: (vocab,) or None, all of one
+        type; logits: (rows, vocab) float32, contiguous.
+
+        Raises: torch.OutOfMemoryError.
+        """
+        self._head(x, weight, bias, logits, None)
+
+    def most_likely(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor
+    ) -> None:
+        """tokens = the first token with the largest logit of each row; -1 where none is above -infinity.
+
+        tokens: (rows,) int64, contiguous. Everything else as for `head`.
+        """
+        self._head(x, weight, bias, None, tokens)
+
+    def _head(
         self,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         logits: torch.Tensor | None,
-        tokens: torch.Tensor | None = None,
+        tokens: torch.Tensor | None,
     ) -> None:
-        """logits = x @ weight^T + bias, or tokens = the first token with the largest one. Only one of them is given.
-
-        x: (rows, inputs); weight: (vocab, inputs); bias: (vocab,) or None, all of one type. logits: (rows, vocab)
-        float32, contiguous. tokens: (rows,) int64, contiguous; -1 where no logit is above -infinity.
-
-        Raises: torch.OutOfMemoryError.
-        """
         args = HeadArgs(
             x.data_ptr(),
             weight.data_ptr(),

@@ -42,7 +42,7 @@ inline TiledLinear tiled(const LinearArgs& a) {
           divide_up(a.inputs, kPair<BFloat16>) * kPanelRow * bytes, a.inputs / kTileInputs, 0};
 }
 
-constexpr int64_t kFewTiledRows = 96;  // more use each panel so often that its place in the caches matters more
+constexpr int64_t kFewTiledRows = 96;  // more rows use a panel so often that it should stay in the first-level cache
 
 template <>
 void linear<BFloat16>(const LinearArgs& a, const LinearItem& item) {

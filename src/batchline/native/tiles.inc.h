@@ -2,7 +2,8 @@
 //
 // A product adds to a tile of sums (rows, 16) the product of a tile of x (rows, 64 bytes) and a tile of weights, which is
 // 16 rows of a panel as they lie in memory. Registers with fewer rows or bytes are a matter of their configured shapes:
-// nothing beyond these is read. The including file defines TILE_PRODUCT(sums, x, weights), which takes register numbers.
+// nothing beyond these is read. Nothing is fetched ahead: the processor itself does that better for tiles. The including
+// file defines TILE_PRODUCT(sums, x, weights), which takes register numbers.
 
 constexpr int64_t kTileRowCount = 16;
 constexpr int64_t kTileBytes = 64;  // in a row
@@ -63,7 +64,7 @@ struct alignas(64) LastWeights {
 };
 
 // Registers 0 to 3 are sums: of two panels for a first block of rows, then of the same panels for a second one; or of
-// four panels for the only block. 4 and 5 are the blocks of x, of so many rows each, 6 and 7 weights.
+// four panels for the only block. 4 and 5 are the blocks of x, 6 and 7 weights. rows: of each block.
 constexpr TileShapes linear_shapes(int64_t rows) {
   TileShapes shapes;
   for (int i = 0; i < 6; ++i) shapes.set(i, rows);
@@ -199,7 +200,7 @@ class Unfinished {
 };
 
 // finish(sums, first row, end of the rows, first panel, Count of panels) gets the sums (rows, panels * kPanel) of a few
-// rows and panels at a time. Here and below, nothing is fetched ahead: the processor itself does that better for tiles.
+// rows and panels at a time.
 //
 // 16 rows and four panels at a time: weights come from memory faster in four streams than in two.
 template <class Sum, class Finish>
@@ -216,7 +217,7 @@ void multiply_few_tiles(const TiledLinear& a, const LinearItem& item, Finish fin
   });
 }
 
-// 32 rows and two panels at a time: each tile is used twice once it is in a register.
+// The same with 32 rows and two panels at a time: each loaded tile is used twice.
 template <class Sum, class Finish>
 void multiply_tiles(const TiledLinear& a, const LinearItem& item, Finish finish) {
   alignas(64) Sum both_sums[2][kTwoBlocks * 2 * kPanel];  // in turn

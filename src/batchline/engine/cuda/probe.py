@@ -12,7 +12,7 @@ from batchline.engine.model_runner import StepRunner
 from batchline.engine.request import GenerationRequest, SamplingParams
 from batchline.engine.sampler import sample
 from batchline.engine.sequence import Sequence as RunningSequence
-from batchline.engine.step import Chunk, Step, pack
+from batchline.engine.step import Chunk, PackedStep, Step, pack
 
 RELATIVE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
 
@@ -29,10 +29,16 @@ def num_probe_blocks(block_size: int) -> int:
 def agree(runner: StepRunner, reference: StepRunner, vocab_size: int, block_size: int, dtype: torch.dtype) -> bool:
     """Whether both give the same logits, up to rounding, for prompts, chunks of prompts and decodes."""
     for step in (pack(step, block_size) for step in _probe_steps(vocab_size, block_size)):
-        expected = reference.run(step).logits
-        if not _relative_difference(runner.run(step).logits, expected) <= RELATIVE_TOLERANCE[dtype]:
+        expected = _logits(reference, step)
+        if not _relative_difference(_logits(runner, step), expected) <= RELATIVE_TOLERANCE[dtype]:
             return False
     return True
+
+
+def _logits(runner: StepRunner, step: PackedStep) -> torch.Tensor:
+    logits = runner.run(step).logits
+    assert logits is not None, "the steps here want logits"
+    return logits
 
 
 def largest_step(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, block_size: int) -> Step:
@@ -52,7 +58,7 @@ def bytes_of_step(runner: StepRunner, step: Step, block_size: int, device: torch
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    logits = runner.run(pack(step, block_size)).logits
+    logits = _logits(runner, pack(step, block_size))
     with torch.inference_mode():
         sample(logits, [chunk.sequence for chunk in step.chunks])
     return torch.cuda.max_memory_allocated(device) - before
