@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import FUSED, make_model
+from transformers import AutoModelForCausalLM
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig
 from batchline.engine.core import Engine
@@ -82,6 +84,50 @@ def test_a_model_whose_parts_cannot_be_called_keeps_its_own_pass(
 def test_a_new_cache_is_zero_after_the_model_was_compared(tmp_path: Path) -> None:
     runner: Any = make_engine(make_model("llama", tmp_path))._runner
     assert not runner._cache._memory.any()
+
+
+OWN_CODE = """
+from transformers import LlamaForCausalLM
+
+class OwnForCausalLM(LlamaForCausalLM):
+    def forward(self, input_ids=None, **options):
+        {before}
+        output = super().forward(input_ids, **options)
+        {after}
+        return output
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", "output.logits = -output.logits"),
+        ("", "output.logits[..., 250:] = -1e9"),
+        ("input_ids = input_ids.where(input_ids != 77, 5)", ""),
+    ],
+    ids=["negated logits", "ruled out tokens", "another token"],
+)
+def test_a_class_of_its_own_around_a_known_decoder_keeps_its_own_pass(before: str, after: str, tmp_path: Path) -> None:
+    folder = make_model("llama", tmp_path)
+    (folder / "modeling_own.py").write_text(OWN_CODE.format(before=before, after=after))
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = ModelConfig(model=str(folder), dtype="float32", device="cpu", max_model_len=64, trust_remote_code=True)
+    engine = Engine(EngineConfig(model=model, cache=CacheConfig(num_bytes=4 << 20)))
+    assert engine.loaded.execution.is_fused
+    prompt = (77, 7, 77)
+    engine.add(GenerationRequest(request_id="r", prompt_token_ids=prompt, sampling=GREEDY))
+    outputs = [output for _ in range(12) for output in engine.step()]
+    assert isinstance(outputs[-1], GenerationOutput)
+    own = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=True).eval()
+    expected = own.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert list(outputs[-1].token_ids) == expected[0, 3:].tolist()
+
+
+def test_zero_embeddings_do_not_hide_what_a_model_does_to_them(tmp_path: Path) -> None:
+    runner: Any = make_engine(make_model("granite", tmp_path, num_zero_rows=10**6))._runner
+    assert runner._direct is None
 
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)

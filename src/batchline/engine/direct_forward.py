@@ -3,29 +3,32 @@
 A decode step of few rows takes some milliseconds. Wrappers, hooks, and masks that the kernels do not need take one or
 two of them. Here a step is only the embedding, the rotary embedding, the fused layers, the last norm and the head.
 
-A model may do more than that (multiply its embeddings or its logits, for example). So this pass is used only if it
-gives the same bits as the model's own one.
+A model may do more than that: multiply its embeddings or its logits, or treat some tokens in another way. So this pass
+is used only if the code around the layers is that of `transformers`, if neither the family nor the config says more,
+and if it gives the same bits as the model's own pass.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from batchline.engine.layer_families import family_of, logit_scales
 from batchline.engine.model_runner import Forward, ModelInputs, StepResult
+from batchline.engine.multimodal import TextPart
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.native_head import NativeHead
 from batchline.engine.row_ops import argmax
+from batchline.native.packing import PANEL
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKED = 6
-"""Positions of the prompt that a model is checked with."""
+NUM_CHECKED = PANEL
+"""Positions of the prompt that a model is checked with. They fit in a block."""
 
 
 class DirectForward:
@@ -61,12 +64,11 @@ class DirectForward:
 
 @torch.inference_mode()
 def direct_forward(model: Any, own: Forward, cache: NativeKVCache, num_token_ids: int) -> DirectForward | None:
-    """The direct pass of a fused model; None if its results differ from those of the model's own pass.
+    """The direct pass of a fused model; None if the model does more, or gives other results.
 
     cache: empty; its first block is used and cleared again.
     """
-    (stack,) = model.model.layers
-    if stack.has_rotary_by_type:
+    if not _is_plain(model):
         return None
     direct = DirectForward(model, num_token_ids)
     try:
@@ -77,6 +79,18 @@ def direct_forward(model: Any, own: Forward, cache: NativeKVCache, num_token_ids
     cache.clear(np.array([0]))
     logger.debug("steps run %s", "directly" if is_equal else "through the model's own forward pass")
     return direct if is_equal else None
+
+
+def _is_plain(model: Any) -> bool:
+    """Whether nothing is known to happen around the layers but the embedding, the norm and the head.
+
+    Another class around a decoder of `transformers`, from a model's own repository, may do anything.
+    """
+    family = family_of(model.model)
+    is_known = isinstance(model, TextPart) or type(model).__module__.startswith("transformers.models.")
+    if family is None or not is_known or logit_scales(model.config.get_text_config()):
+        return False
+    return not family.has_rotary_by_type and not family.multiplies_embeddings
 
 
 def _are_equal(direct: DirectForward, own: Forward, inputs: ModelInputs) -> bool:
@@ -95,6 +109,6 @@ def _some_steps(cache: NativeKVCache, num_token_ids: int) -> Iterator[ModelInput
     positions = torch.arange(NUM_CHECKED)
     segments = torch.tensor([[0, NUM_CHECKED, NUM_CHECKED, 0]])
     layout = NativeLayout(cache, slots=positions, segments=segments, tables=torch.zeros(1, dtype=torch.int64))
-    tokens = (positions * math.isqrt(num_token_ids) + 3) % num_token_ids
+    tokens = positions * num_token_ids // NUM_CHECKED
     for rows in (positions, positions[-1:]):
         yield ModelInputs(tokens, positions, rows, layout)

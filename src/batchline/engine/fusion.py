@@ -167,11 +167,6 @@ class FusedStack(nn.Module):
         """What the layers' results are multiplied with before they are added to the rows."""
         return self._layers[-1].residual_scale
 
-    @property
-    def has_rotary_by_type(self) -> bool:
-        """Whether the rotary embedding depends on the layer's type."""
-        return self._rotary_by_type is not None
-
     def run(
         self,
         hidden_states: torch.Tensor,

@@ -12,6 +12,9 @@ from typing import Any
 
 from batchline.native.packing import Gate
 
+LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
+"""Names of config entries for a cap or a factor on logits."""
+
 ACTIVATIONS = {"silu": Gate.SILU, "gelu_pytorch_tanh": Gate.GELU_TANH}
 """The activations of gates that the kernels compute, by their names in a config."""
 
@@ -34,6 +37,7 @@ class LayerFamily:
     rotates: whether an attention module rotates its heads.
     has_neighbour_rotary: whether neighbouring numbers of a head turn against each other, and not its two halves.
     has_rotary_by_type: whether the rotary embedding depends on the layer's type.
+    multiplies_embeddings: whether the decoder itself multiplies them before the first layer.
     """
 
     input_norm: str | None = "input_layernorm"
@@ -49,6 +53,7 @@ class LayerFamily:
     rotates: Callable[[Any], bool] = _always
     has_neighbour_rotary: bool = False
     has_rotary_by_type: bool = False
+    multiplies_embeddings: bool = False
 
 
 LLAMA = LayerFamily()
@@ -82,7 +87,7 @@ FAMILIES = {
         has_joined_gate=True,
         has_neighbour_rotary=True,
     ),
-    "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier"),
+    "granite.GraniteModel": replace(LLAMA, residual_scale="residual_multiplier", multiplies_embeddings=True),
     "helium.HeliumModel": replace(LLAMA, has_neighbour_rotary=True),
     "llama.LlamaModel": LLAMA,
     "ministral.MinistralModel": LLAMA,
@@ -99,6 +104,11 @@ FAMILIES = {
     "smollm3.SmolLM3Model": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
 }
 """The families, by folder and class in `transformers.models`."""
+
+
+def logit_scales(text_config: Any) -> list[str]:
+    """The entries of a config that cap or multiply logits."""
+    return [name for name in LOGIT_SCALES if getattr(text_config, name, None) not in (None, 1.0)]
 
 
 def family_of(decoder: Any) -> LayerFamily | None:

@@ -44,6 +44,7 @@ from batchline.engine.grouped_layers import (
     use_grouped_kernels,
 )
 from batchline.engine.kv_cache import CacheGroup, CacheShape
+from batchline.engine.layer_families import logit_scales
 from batchline.engine.linear_layers import (
     FloatFormat,
     Int8Format,
@@ -73,9 +74,6 @@ have to change too, so contexts stay within that length."""
 
 MAX_FEATURE_BYTES = 512 << 20
 """Of media items' features that are kept for later requests."""
-
-LOGIT_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
-"""Names of config entries for a cap or a factor on logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +142,7 @@ class LoadedModel:
         """
         model: Any = self.model
         text_config = model.config.get_text_config()
-        scaled = [name for name in LOGIT_SCALES if getattr(text_config, name, None) not in (None, 1.0)]
+        scaled = logit_scales(text_config)
         if scaled:
             raise UnsupportedModel(str(text_config.model_type), f"it cannot score by yes or no: it has {scaled[0]}")
         head = model.get_output_embeddings()
