@@ -1,7 +1,7 @@
 """The forward pass of a fused model without the Python of `transformers` around its layers.
 
-A decode step of few rows takes some milliseconds. Wrappers, hooks, and masks that the kernels do not need take one or
-two of them. Here a step is only the embedding, the rotary embedding, the fused layers, the last norm and the head.
+A decode step of few rows takes some milliseconds. Wrappers, hooks, and masks that the kernels do not need take almost
+one of them. Here a step is only the embedding, the rotary embedding, the fused layers, the last norm and the head.
 
 A model may do more than that: multiply its embeddings or its logits, or treat some tokens in another way. So this pass
 is used only if the code around the layers is that of `transformers`, if neither the family nor the config says more,
