@@ -29,7 +29,7 @@ PACKAGE = Path(batchline.__file__).parent
 TINY_CHAT = Path(__file__).parents[2] / "examples/models/tiny-chat"
 FORWARD_PASS = ("engine/model_runner.py", "run")
 
-BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0}
+BODY = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, "temperature": 0.8, "seed": 1}
 
 
 class Recorder:
