@@ -3,9 +3,9 @@
 A decode step of few rows takes some milliseconds. Wrappers, hooks, and masks that the kernels do not need take almost
 one of them. Here a step is only the embedding, the rotary embedding, the fused layers, the last norm and the head.
 
-A model may do more than that: multiply its embeddings or its logits, or treat some tokens in another way. So this pass
-is used only if the code around the layers is that of `transformers`, if neither the family nor the config says more,
-and if it gives the same bits as the model's own pass.
+A model may do more than that: multiply its embeddings or its logits, or treat some tokens in another way. So the code
+around the layers must be that of `transformers`, and neither the family nor the config may say more. When the model is
+loaded, this pass must also give the same bits as the model's own pass.
 """
 
 from __future__ import annotations

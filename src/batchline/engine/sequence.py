@@ -263,7 +263,7 @@ class Sequence:
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the next step needs more of its logits than which one is the largest."""
+        """Whether the next step needs its logits, and not only the most likely token."""
         if self.wants_hidden:
             return False
         return not self.takes_most_likely or self.num_output_tokens < self.sampling.min_tokens
