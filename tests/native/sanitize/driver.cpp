@@ -1,6 +1,7 @@
 // Runs every kernel on every instruction set of this processor, in shapes that end in the middle of vectors, pairs and
 // panels, with memory of exactly the size that is promised: what a sanitizer is to look at (`make sanitize`). Inputs and
 // outputs are checked by the Python tests; here, that results are finite and do not depend on the number of threads.
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
@@ -108,7 +109,7 @@ Numbers<T> packed_weight(int64_t outputs, int64_t inputs) {
 
 template <class T>
 void try_norm_and_linear(const Runtime* runtime, int dtype) {
-  for (const auto& [rows, inputs, outputs] : {std::array<int64_t, 3>{1, 1, 1}, {3, 33, 17}, {7, 64, 48}, {101, 1031, 40}}) {
+  for (const auto& [rows, inputs, outputs] : {std::array<int64_t, 3>{1, 1, 1}, {3, 33, 17}, {7, 64, 48}, {17, 96, 72}, {95, 70, 40}, {101, 1031, 40}}) {
     Numbers<T> x(rows * inputs), delta(rows * inputs), weight(inputs), out(rows * inputs);
     const RmsNormArgs norm{x.get(), delta.get(), weight.get(), out.get(), rows, inputs, inputs, inputs, inputs, 1e-5f, 1.0f, 0, 0};
     require(batchline_rms_norm(runtime, dtype, &norm) == 0, "rms_norm");
@@ -140,9 +141,17 @@ void try_head(const Runtime* runtime, int dtype) {
   for (const auto& [rows, inputs, vocab] : {std::array<int64_t, 3>{1, 1, 1}, {8, 33, 97}, {9, 64, 48}, {301, 101, 130}}) {
     Numbers<T> x(rows * inputs), weight(vocab * inputs), bias(vocab);
     Numbers<float> logits(rows * vocab);
-    const HeadArgs head{x.get(), weight.get(), bias.get(), logits.get(), rows, inputs, vocab, inputs, inputs};
+    HeadArgs head{x.get(), weight.get(), bias.get(), logits.get(), nullptr, rows, inputs, vocab, inputs, inputs};
     require(batchline_head(runtime, dtype, &head) == 0, "head");
     logits.require_finite("head");
+    std::vector<int64_t> tokens(static_cast<size_t>(rows));
+    head.logits = nullptr;
+    head.tokens = tokens.data();
+    require(batchline_head(runtime, dtype, &head) == 0, "most likely tokens");
+    for (int64_t row = 0; row < rows; ++row) {
+      const float* own = logits.get() + row * vocab;
+      require(std::max_element(own, own + vocab) - own == tokens[static_cast<size_t>(row)], "the most likely token");
+    }
   }
 }
 
