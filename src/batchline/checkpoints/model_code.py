@@ -20,7 +20,12 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
+
+from batchline.checkpoints.model_listing import remembered_names
+from batchline.checkpoints.torch_import import import_shape_functions, with_shapes
+
+T = TypeVar("T")
 
 _COMPILER = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -38,7 +43,7 @@ def import_model_code() -> None:
     """Import what all models of `transformers` have in common. No effect if it is imported already."""
     if "transformers.modeling_utils" in sys.modules:
         return
-    with without_compiler(), _without_libraries():
+    with without_compiler(), remembered_names(), _without_libraries():
         importlib.import_module("transformers.modeling_utils")
         importlib.import_module("transformers.masking_utils")
 
@@ -61,6 +66,16 @@ def without_compiler() -> Iterator[None]:
 
     with _empty_package(_COMPILER, dict.fromkeys(_DECORATORS, _unchanged), standalone=_STANDALONE):
         yield
+
+
+def created(make: Callable[[], T], *, trust_remote_code: bool) -> T:
+    """A new model, whose weights `make` loads or leaves without memory. The compiler is not imported for it, unless the
+    model's own code may use it."""
+    if trust_remote_code:
+        import_shape_functions()
+        return make()
+    with without_compiler():
+        return with_shapes(make)
 
 
 @contextmanager

@@ -10,6 +10,8 @@ from typing import Annotated
 import typer
 
 from batchline.backends.base import Backend
+from batchline.backends.registry import EMBEDDED, make_backend
+from batchline.checkpoints.torch_import import prepare_torch
 from batchline.config import EngineConfig
 from batchline.errors import UsageError
 from batchline.plugins import load_plugin
@@ -38,10 +40,13 @@ class BackendOptions:
         typer.Option(metavar="FILE", help="Python file that registers backends. Repeatable.", rich_help_panel=_BACKEND),
     ] = dataclasses.field(default_factory=list)
 
+    def prepare(self) -> None:
+        """Prepare what the backend will import."""
+        if self.backend == EMBEDDED:
+            prepare_torch()
+
     def make(self, engines: Sequence[EngineConfig]) -> Backend:
         """The backend, not started. Raises: UsageError."""
-        from batchline.backends.registry import make_backend
-
         for path in self.backend_plugin:
             load_plugin(path)
         return make_backend(self.backend, engines, self._options())

@@ -31,6 +31,8 @@ from batchline.media.sharing import ByteBudget, SharedWork, all_or_cancel
 if TYPE_CHECKING:
     from aiohttp.abc import AbstractResolver
 
+    from batchline.media.fetching import Fetcher
+
 T = TypeVar("T")
 
 NUM_DECODING_THREADS = min(4, os.cpu_count() or 1)
@@ -131,11 +133,10 @@ class MediaCollector:
 
     def __init__(self, config: MediaConfig, resolver: AbstractResolver | None = None) -> None:
         """resolver: finds addresses of hosts; None asks the system. Raises: UsageError."""
-        from batchline.media.fetching import Fetcher  # an HTTP client: only for models that take media
-
         self.rules = SourceRules(config)
         self._config = config
-        self._fetcher = Fetcher(config, self.rules.fetch, resolver)
+        self._resolver = resolver
+        self._fetcher: Fetcher | None = None
         self._decoding: SharedWork[MediaItem] = SharedWork()
         self._decoded = DecodedCache(config.decoded_bytes // 4)
         self._budget = ByteBudget(config.decoded_bytes)
@@ -175,7 +176,8 @@ class MediaCollector:
 
     async def close(self) -> None:
         """Cancel all work, and delete the files that no run keeps. Idempotent."""
-        await self._fetcher.close()
+        if self._fetcher is not None:
+            await self._fetcher.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _ready(self, part: MediaPart, sampling: video.Sampling, stack: AsyncExitStack) -> _Ready:
@@ -202,9 +204,16 @@ class MediaCollector:
                 return f"{source.kind}:{digest}", partial(data_of_url, url, max_bytes)
             case "file":
                 return "", partial(file_data, url, self._config.allowed_local_path, max_bytes)
-        path = await stack.enter_async_context(self._fetcher.fetched(url))
+        path = await stack.enter_async_context(self._started_fetcher().fetched(url))
         # only a run may assume that a URL's content does not change
         return "" if self._config.cache_folder is None else f"{source.kind}:{url}", partial(_read, path)
+
+    def _started_fetcher(self) -> Fetcher:
+        if self._fetcher is None:
+            from batchline.media.fetching import Fetcher  # an HTTP client: only for requests with URLs
+
+            self._fetcher = Fetcher(self._config, self.rules.fetch, self._resolver)
+        return self._fetcher
 
     async def _item(self, ready: _Ready) -> MediaItem:
         item = ready.item or self._decoded.get(ready.key)  # another request may have decoded it meanwhile
