@@ -16,9 +16,9 @@ import torch
 from families import FUSED, make_model
 from transformers import AutoModelForCausalLM
 
-from batchline.config import CacheConfig, EngineConfig, ModelConfig
+from batchline.config import CacheConfig, EngineConfig, ModelConfig, Quantization
 from batchline.engine.core import Engine
-from batchline.engine.direct_forward import DirectForward
+from batchline.engine.direct_forward import DirectForward, RotaryTable
 from batchline.engine.model_runner import StepResult
 from batchline.engine.request import (
     BannedSequences,
@@ -84,6 +84,66 @@ def test_a_model_whose_parts_cannot_be_called_keeps_its_own_pass(
 def test_a_new_cache_is_zero_after_the_model_was_compared(tmp_path: Path) -> None:
     runner: Any = make_engine(make_model("llama", tmp_path))._runner
     assert not runner._cache._memory.any()
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_models_run_directly_and_write_no_logits(
+    quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bug: models with a head in groups always wrote logits."""
+    model = ModelConfig(model=str(make_model("llama", tmp_path)), device="cpu", max_model_len=64)
+    model = replace(model, dtype="bfloat16", quantization=quantization)
+    engine = Engine(EngineConfig(model=model, cache=CacheConfig(num_bytes=4 << 20)))
+    results: list[StepResult] = []
+    run = DirectForward.run
+
+    def noting(self: DirectForward, inputs: Any, *, wants_logits: bool) -> StepResult:
+        results.append(run(self, inputs, wants_logits=wants_logits))
+        return results[-1]
+
+    monkeypatch.setattr(DirectForward, "run", noting)
+    greedy = tokens_of(engine, {"greedy": GREEDY})["greedy"]
+    assert [int(result.tokens[0]) for result in results if result.tokens is not None] == list(greedy)
+    assert all(result.logits is None for result in results)
+    with_logits = tokens_of(engine, {"logits": replace(GREEDY, logprobs=1)})["logits"]
+    assert with_logits == greedy
+    assert results[-1].logits is not None
+
+
+class Rotary(torch.nn.Module):
+    """Counts its calls. Like `transformers`' modules, it takes (1, n, hidden) and positions (1, n)."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        angles = positions[..., None] / torch.tensor([1.0, 10.0, 100.0])
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+def test_rotary_embeddings_are_computed_once_for_each_position() -> None:
+    module = Rotary()
+    table = RotaryTable(module, max_model_len=5000)
+    for positions in ([3, 0, 3], [1023], [1024, 7], [4999], [2], list(range(5000))):
+        numbers = torch.tensor(positions)
+        cos, sin = Rotary()(torch.empty(1, dtype=torch.bfloat16), numbers[None])
+        rows = table.rows(numbers, torch.bfloat16)
+        assert torch.equal(rows[0], cos[0])
+        assert torch.equal(rows[1], sin[0])
+    assert module.calls == 3
+
+
+@pytest.mark.parametrize("max_model_len", [1, 8, 1000])
+def test_a_table_of_rotary_embeddings_ends_with_the_context(max_model_len: int) -> None:
+    """A rotary embedding may change beyond it, also for the positions before."""
+    largest = []
+
+    def module(x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        largest.append(int(positions.max()))
+        return positions[..., None].to(x.dtype), positions[..., None].to(x.dtype)
+
+    RotaryTable(module, max_model_len).rows(torch.arange(max_model_len), torch.float32)
+    assert largest == [max_model_len - 1]
 
 
 OWN_CODE = """

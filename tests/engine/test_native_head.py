@@ -53,6 +53,21 @@ def test_a_plain_head_is_replaced_and_gives_unrounded_logits(vocab: int, dtype: 
     assert model.head(hidden[:0]).shape == (0, vocab)
 
 
+def test_a_weight_in_the_middle_of_a_cache_line_is_moved_with_the_table_that_shares_it(dtype: torch.dtype) -> None:
+    """Tensors lie anywhere in a file, and are mapped from there."""
+    model: Any = Model(3000, dtype)
+    numbers = model.head.weight.detach()
+    memory = numbers.new_empty(numbers.numel() + 65)
+    model.head.weight.data = memory[1:][: numbers.numel()].view_as(numbers).copy_(numbers)
+    model.table = nn.Embedding(3000, 48, dtype=dtype)
+    model.table.weight = model.head.weight
+    use_native_head(model, KERNELS, hidden_rows(dtype))
+    assert isinstance(model.head, NativeHead)
+    assert model.head.weight.data_ptr() % 64 == 0
+    assert model.table.weight is model.head.weight
+    assert torch.equal(model.table(torch.tensor([7, 2999])), numbers[[7, 2999]])
+
+
 @torch.inference_mode()
 def test_the_memory_of_logits_is_used_again() -> None:
     model, hidden = Model(100, torch.float32), hidden_rows(torch.float32)

@@ -32,6 +32,22 @@ def test_the_first_of_equal_largest_entries_is_taken() -> None:
     assert row_ops.argmax(torch.tensor([[1.0, 3.0, 3.0], [2.0, 1.0, 2.0]])).tolist() == [1, 0]
 
 
+def test_no_token_is_the_most_likely_of_a_row_without_numbers() -> None:
+    nan, inf = torch.nan, torch.inf
+    rows = torch.tensor([[1.0, 3.0, 3.0], [nan, nan, nan], [-inf, -inf, -inf], [-inf, inf, 0.0], [-inf, -5.0, -inf]])
+    assert row_ops.most_likely(rows).tolist() == [1, -1, -1, 1, 1]
+    assert row_ops.most_likely(rows[:0]).tolist() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_rows_with_a_number_that_is_not_finite_are_found(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    rows = torch.tensor([[0.0, -0.0], [largest, -largest], [torch.finfo(dtype).tiny, 1.0]], dtype=dtype)
+    broken = torch.tensor([[1.0, torch.nan], [-torch.inf, 1.0], [torch.inf, 0.0]], dtype=dtype)
+    assert row_ops.finite_rows(torch.cat((rows, broken))) == [True] * 3 + [False] * 3
+    assert row_ops.finite_rows(rows[:0]) == []
+
+
 def test_greater_entries_are_counted() -> None:
     rows = random_rows()
     expected = [int((row > row[3]).sum()) for row in rows]

@@ -54,6 +54,25 @@ def test_a_mixed_step() -> None:
     assert step.blocks_to_clear.tolist() == []
 
 
+def test_a_step_of_single_tokens() -> None:
+    step = packed(chunk(9, 10, 50), chunk(2, 3, 20, num_tokens=6), chunk(0, 1, 30), chunk(3, 4, 40, prompt_logprobs=1))
+    assert step.tokens.tolist() == [109, 102, 100, 103]
+    assert step.positions.tolist() == [9, 2, 0, 3]
+    assert step.slots.tolist() == [52 * 4 + 1, 20 * 4 + 2, 30 * 4, 40 * 4 + 3]
+    assert step.rows.tolist() == [0, 2, 3]  # the second chunk does not end its sequence
+    assert step.chunks.tolist() == [[0, 1, 10, 0], [1, 1, 3, 3], [2, 1, 1, 4], [3, 1, 4, 5]]
+    assert step.tables.tolist() == [50, 51, 52, 20, 30, 40]
+    assert step.wants_logits
+    assert {array.dtype for array in (step.tokens, step.positions, step.slots, step.rows, step.chunks)} == {
+        np.dtype(int)
+    }
+
+
+def test_a_step_of_single_tokens_may_want_no_logits() -> None:
+    step = packed(chunk(1, 2, 1, num_tokens=6))
+    assert (step.rows.tolist(), step.rows.dtype, step.wants_logits) == ([], np.dtype(int), False)
+
+
 def test_each_guess_is_a_row_that_sees_the_positions_before_it() -> None:
     decode, other = replace(chunk(9, 10, 50, num_tokens=10), guesses=(7, 8, 9)), chunk(3, 4, 30)
     decode.sequence.block_table.append(60)

@@ -128,6 +128,28 @@ def test_a_weight_takes_as_much_memory_as_its_format_promises(form: str, most: f
 
 @has_kernels
 @pytest.mark.parametrize("form", GroupedFormat)
+@pytest.mark.parametrize("inputs", [512, 60])
+def test_outputs_are_widened_to_exactly_these_numbers(
+    kernels: GroupedKernels, form: GroupedFormat, inputs: int
+) -> None:
+    if form.is_super and inputs % form.inputs:
+        return
+    torch.manual_seed(0)
+    packed = pack_grouped(random_weight(form, 37, inputs))
+    numbers = torch.tensor([36, 0, 16, 15, 0, *range(37)])
+    assert torch.equal(kernels.outputs(packed, numbers), dequantized(packed, numbers))
+    assert torch.equal(kernels.outputs(packed, numbers[::3]), dequantized(packed, numbers[::3]))
+    assert kernels.outputs(packed, numbers[:0]).shape == (0, inputs)
+
+
+@pytest.mark.parametrize("number", [-1, 37, 2**40])
+def test_unknown_outputs_are_refused(kernels: GroupedKernels, number: int) -> None:
+    packed = pack_grouped(random_weight(GroupedFormat.Q6_0, 37, 64))
+    with pytest.raises(IndexError):
+        kernels.outputs(packed, torch.tensor([3, number]))
+
+
+@pytest.mark.parametrize("form", GroupedFormat)
 @pytest.mark.parametrize(("rows", "inputs", "outputs"), SHAPES)
 def test_float32_rows_are_multiplied_with_exactly_these_numbers(
     kernels: GroupedKernels, form: GroupedFormat, rows: int, inputs: int, outputs: int

@@ -215,11 +215,14 @@ def test_the_chosen_tokens_are_the_first_ones_with_the_largest_logit(
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 40])
-def test_no_token_is_chosen_for_rows_without_a_number(kernels: NativeKernels, dtype: torch.dtype, count: int) -> None:
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_no_token_is_chosen_for_broken_rows(
+    kernels: NativeKernels, dtype: torch.dtype, count: int, broken: float
+) -> None:
     torch.manual_seed(0)
     x, weight = torch.randn(count + 1, 64).to(dtype), torch.randn(200, 64).to(dtype)
     tokens = torch.empty(count + 1, dtype=torch.int64)
-    x[count] = torch.nan
+    x[count, 63] = broken
     kernels.most_likely(x, weight, None, tokens)
     assert tokens[count] == -1
     assert (tokens[:count] >= 0).all()

@@ -34,7 +34,7 @@ from batchline.native.packing import Gate
 class GroupedEmbedding(nn.Embedding):
     """An embedding table whose rows become floats when they are looked up. Its weight may also be that of the head.
 
-    scale: what some families multiply embeddings with, or None.
+    scale: what some families multiply embeddings with, or None. kernels: look the rows up; None for plain torch.
     """
 
     def __init__(self, weight: PackedGrouped, dtype: torch.dtype, scale: torch.Tensor | None = None) -> None:
@@ -43,10 +43,14 @@ class GroupedEmbedding(nn.Embedding):
         self.packed = weight
         self._dtype = dtype
         self._scale = scale
+        self.kernels: GroupedKernels | None = None
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids: (...). Returns (..., hidden). Raises: IndexError for ids outside the table."""
-        rows = dequantized(self.packed, token_ids.flatten()).to(self._dtype)
+        numbers = token_ids.flatten()
+        kernels = self.kernels
+        rows = dequantized(self.packed, numbers) if kernels is None else kernels.outputs(self.packed, numbers)
+        rows = rows.to(self._dtype)
         if self._scale is not None:
             rows = rows * self._scale.to(self._dtype)
         return rows.view(*token_ids.shape, self.embedding_dim)
@@ -168,7 +172,10 @@ def has_grouped_layers(model: nn.Module) -> bool:
 
 
 def use_grouped_kernels(model: Any, kernels: GroupedKernels) -> None:
-    """Run every `GroupedLinear` that is left in the model on the kernels, in place."""
+    """Run every `GroupedLinear` that is left in the model, and a `GroupedEmbedding`, on the kernels, in place."""
     linears = [(path, module) for path, module in model.named_modules() if isinstance(module, GroupedLinear)]
     for path, linear in linears:
         model.set_submodule(path, NativeGroupedLinear(linear.weight, kernels))
+    table = model.get_input_embeddings()
+    if isinstance(table, GroupedEmbedding):
+        table.kernels = kernels

@@ -87,7 +87,7 @@ class NativePlacement:
         forward = Forward(self.loaded.model, self.loaded.media, is_fused=self.loaded.execution.is_fused)
         if not self.loaded.execution.is_fused:
             return ModelRunner(forward, cache)
-        direct = direct_forward(self.loaded.model, forward, cache, self.loaded.num_token_ids)
+        direct = direct_forward(self.loaded.model, forward, cache, self.loaded.num_token_ids, max_model_len)
         return ModelRunner(forward, cache, direct)
 
 

@@ -25,6 +25,13 @@ from batchline.engine.request import TokenLogprobs
 _BLOCK = 128
 """Entries per block. The k largest entries are in the k blocks with the largest maxima, so only these are searched."""
 
+_EXPONENTS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
+"""The bits of a number's exponent, and the type to read them with."""
+
 
 def runs_by_numpy(logits: torch.Tensor) -> bool:
     """Whether these rows are in memory that numpy reads."""
@@ -41,6 +48,21 @@ def argmax(logits: torch.Tensor) -> torch.Tensor:
     if not runs_by_numpy(logits):
         return logits.argmax(-1)
     return torch.from_numpy(logits.numpy().argmax(-1))
+
+
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """The first largest entry of each row, (n,) int64; -1 if it is NaN or minus infinity."""
+    tokens = argmax(logits)
+    return tokens.where(logits.gather(1, tokens[:, None])[:, 0] > -torch.inf, -1)
+
+
+def finite_rows(hidden: torch.Tensor) -> list[bool]:
+    """Whether all numbers of each row are finite. hidden: (n, dim), float32 or of 16 bits."""
+    if not runs_by_numpy(hidden) or hidden.dtype not in _EXPONENTS:
+        return list(torch.isfinite(hidden).all(-1).tolist())
+    integers, exponent = _EXPONENTS[hidden.dtype]
+    bits = hidden.view(integers).numpy() & exponent  # all ones in infinity and NaN
+    return list((bits.max(-1) < exponent).tolist())
 
 
 def largest(logits: torch.Tensor, count: int) -> torch.Tensor:

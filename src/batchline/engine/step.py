@@ -132,6 +132,8 @@ class PackedStep:
 
 def pack(step: Step, block_size: int) -> PackedStep:
     """The step's arrays, for a cache with blocks of `block_size` positions."""
+    if all(chunk.num_tokens == 1 for chunk in step.chunks):
+        return _packed_singles(step, block_size)
     tokens = array("q")
     tables: list[int] = []
     chunks: list[tuple[int, int, int, int]] = []
@@ -159,8 +161,38 @@ def pack(step: Step, block_size: int) -> PackedStep:
         chunks=packed_chunks,
         tables=flat_tables,
         blocks_to_clear=np.array(step.blocks_to_clear, dtype=np.int64),
-        wants_logits=any(chunk.num_wanted_rows > 0 and chunk.sequence.wants_logits for chunk in step.chunks),
+        wants_logits=_wants_logits(step),
     )
+
+
+def _packed_singles(step: Step, block_size: int) -> PackedStep:
+    """`pack` for chunks of one token, such as a step of decodes, in fewer operations."""
+    tokens: list[int] = []
+    slots: list[int] = []
+    tables: list[int] = []
+    chunks: list[tuple[int, int, int, int]] = []
+    for row, chunk in enumerate(step.chunks):
+        sequence, start, end = chunk.sequence, chunk.start, chunk.end
+        table = sequence.block_table[: -(-end // block_size)]
+        tokens.append(sequence.token_ids[start])
+        slots.append(table[-1] * block_size + start % block_size)
+        chunks.append((row, 1, end, len(tables)))
+        tables += table
+    packed_chunks = np.array(chunks, dtype=np.int64)
+    return PackedStep(
+        tokens=np.array(tokens, dtype=np.int64),
+        positions=packed_chunks[:, 2] - 1,
+        slots=np.array(slots, dtype=np.int64),
+        rows=np.array([row for row, chunk in enumerate(step.chunks) if chunk.num_wanted_rows], dtype=np.int64),
+        chunks=packed_chunks,
+        tables=np.array(tables, dtype=np.int64),
+        blocks_to_clear=np.array(step.blocks_to_clear, dtype=np.int64),
+        wants_logits=_wants_logits(step),
+    )
+
+
+def _wants_logits(step: Step) -> bool:
+    return any(chunk.num_wanted_rows > 0 and chunk.sequence.wants_logits for chunk in step.chunks)
 
 
 def with_media(packed: PackedStep, step: Step) -> PackedStep:

@@ -28,7 +28,7 @@ from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.model_runner import StepResult
 from batchline.engine.recovery import reraise_interrupt
 from batchline.engine.request import EmbeddingOutput, GenerationOutput, TokenLogprobs, TokenMatcher
-from batchline.engine.row_ops import token_logprobs
+from batchline.engine.row_ops import finite_rows, token_logprobs
 from batchline.engine.sampler import SamplingState, allow_only, sample
 from batchline.engine.sequence import Continued, Sequence
 from batchline.engine.step import Chunk, Step
@@ -90,7 +90,8 @@ def read_results(
     results: list[SequenceResult] = []
     sampled: list[SequenceResult] = []
     logits = None if result.logits is None else result.logits[:, :vocab_size]
-    is_finite = torch.isfinite(result.hidden).all(-1).tolist()
+    chosen = None if result.tokens is None else result.tokens.tolist()
+    is_finite = finite_rows(result.hidden) if chosen is None else [token >= 0 for token in chosen]
     first = 0
     for chunk in step.chunks:
         num_rows, sequence = chunk.num_wanted_rows, chunk.sequence
@@ -120,16 +121,15 @@ def read_results(
             sampled.append(results[-1])
     if sampled and logits is not None:
         _sample(sampled, logits, masks)
-    elif sampled and result.tokens is not None:
-        _apply_chosen(sampled, result.tokens.tolist())
+    elif sampled and chosen is not None:
+        _apply_chosen(sampled, chosen)
     return results
 
 
 def _apply_chosen(results: SequenceOf[SequenceResult], chosen: SequenceOf[int]) -> None:
-    """Fill in the next tokens, or the error. chosen: the tokens of the step's rows, -1 for none."""
+    """Fill in the next tokens. chosen: the tokens of the step's rows."""
     for result in results:
-        own = chosen[result.row : result.row + 1 + len(result.guesses)]
-        _fill_in(result, [None if token < 0 else token for token in own])
+        _fill_in(result, chosen[result.row : result.row + 1 + len(result.guesses)])
 
 
 def _fill_in(result: SequenceResult, tokens: SequenceOf[int | None]) -> None:

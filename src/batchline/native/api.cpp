@@ -121,6 +121,17 @@ class LargestLogits {
   std::unique_ptr<int32_t, FreeDeleter> tokens_;
 };
 
+// Sets the token of each row of x with a number that is not finite to -1: the exponent of such a number is all ones.
+template <class Bits>
+void reject_broken_rows(const HeadArgs& a, Bits exponent) {
+  for (int64_t row = 0; row < a.rows; ++row) {
+    const Bits* x = static_cast<const Bits*>(a.x) + row * a.x_stride;
+    Bits largest = 0;
+    for (int64_t i = 0; i < a.inputs; ++i) largest = std::max<Bits>(largest, x[i] & exponent);
+    if (largest == exponent) a.tokens[row] = -1;
+  }
+}
+
 struct HeadWork {
   const HeadArgs& args;
   const TypedKernels& kernels;
@@ -266,7 +277,10 @@ __attribute__((visibility("default"))) int batchline_head(const Runtime* runtime
     if (a->logits == nullptr) largest = std::make_unique<LargestLogits>(token_items, a->rows);
     const HeadWork work{*a, kernels, panels.get(), largest.get()};
     parallel_ranges(runtime->run_parallel, divide_up(a->rows, kHeadItemRows) * token_items, 1, work);
-    if (largest) largest->merge(*a);
+    if (largest) {
+      largest->merge(*a);
+      dtype == kBFloat16 ? reject_broken_rows<uint16_t>(*a, 0x7f80) : reject_broken_rows<uint32_t>(*a, 0x7f800000);
+    }
     return kDone;
   });
 }

@@ -120,6 +120,16 @@ class GroupedLinearArgs(ctypes.Structure):
     ]
 
 
+class GroupedOutputsArgs(ctypes.Structure):
+    """Mirrors the structure of the same name in `grouped_kernels.h`."""
+
+    _fields_ = [
+        ("of", ctypes.POINTER(GroupedLinearArgs)),
+        *((name, ctypes.c_void_p) for name in ("outputs", "weights")),
+        ("count", ctypes.c_int64),
+    ]
+
+
 class GroupedRoundingArgs(ctypes.Structure):
     """Mirrors the structure of the same name in `grouped_kernels.h`."""
 
@@ -283,26 +293,19 @@ class GroupedKernels:
     def linear(self, x: torch.Tensor, weight: PackedGrouped, out: torch.Tensor) -> None:
         """out = x @ weight^T + bias, or the activated gate * up. x: (rows, inputs); out: (rows, outputs), of x's dtype,
         which is float32 or bfloat16."""
-        args = GroupedLinearArgs(
-            x.data_ptr(),
-            weight.values.data_ptr(),
-            weight.scales.data_ptr(),
-            _pointer(weight.minima),
-            _pointer(weight.fine_scales),
-            _pointer(weight.fine_minima),
-            _pointer(weight.bias),
-            out.data_ptr(),
-            x.shape[0],
-            x.shape[1],
-            out.shape[1],
-            x.stride(0),
-            out.stride(0),
-            weight.gate,
-            weight.format,
-        )
+        args = _linear_args(weight, x, out)
         is_bfloat16 = x.dtype is torch.bfloat16
         record(Kernel.GROUPED_LINEAR, self._runtime, is_bfloat16, args)
         check(self._library.batchline_grouped_linear(self._runtime, is_bfloat16, ctypes.byref(args)))
+
+    def outputs(self, weight: PackedGrouped, numbers: torch.Tensor) -> torch.Tensor:
+        """What `dequantized` returns for some outputs. numbers: (n,) int64. Raises: IndexError for unknown ones."""
+        weights = torch.empty(len(numbers), weight.num_inputs)
+        of = _linear_args(weight, weights[:0], weights.new_empty(0, weight.num_outputs))
+        numbers = numbers.contiguous()
+        args = GroupedOutputsArgs(ctypes.pointer(of), numbers.data_ptr(), weights.data_ptr(), len(numbers))
+        check(self._library.batchline_grouped_outputs(self._runtime, ctypes.byref(args)))
+        return weights
 
     def round(self, weight: torch.Tensor, form: GroupedFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """(values, scales) of a weight that is rounded to Q4_0 or Q6_0, as `_quantized` gives them, up to a scale whose
@@ -315,6 +318,26 @@ class GroupedKernels:
         args = GroupedRoundingArgs(*pointers, outputs, inputs, len(factors), form.offset)
         check(self._library.batchline_grouped_round(self._runtime, ctypes.byref(args)))
         return values, scales
+
+
+def _linear_args(weight: PackedGrouped, x: torch.Tensor, out: torch.Tensor) -> GroupedLinearArgs:
+    return GroupedLinearArgs(
+        x.data_ptr(),
+        weight.values.data_ptr(),
+        weight.scales.data_ptr(),
+        _pointer(weight.minima),
+        _pointer(weight.fine_scales),
+        _pointer(weight.fine_minima),
+        _pointer(weight.bias),
+        out.data_ptr(),
+        x.shape[0],
+        x.shape[1],
+        out.shape[1],
+        x.stride(0),
+        out.stride(0),
+        weight.gate,
+        weight.format,
+    )
 
 
 def open_grouped_kernels(wanted: CpuKernels) -> GroupedKernels | None:

@@ -121,6 +121,16 @@ __attribute__((visibility("default"))) int batchline_grouped_linear(const Groupe
   });
 }
 
+// Returns a `Status`: outputs outside the weight are out of range.
+__attribute__((visibility("default"))) int batchline_grouped_outputs(const GroupedRuntime* runtime,
+                                                                     const GroupedOutputsArgs* a) {
+  for (int64_t i = 0; i < a->count; ++i)
+    if (a->outputs[i] < 0 || a->outputs[i] >= a->of->outputs) return kOutOfRange;
+  parallel_ranges(runtime->run_parallel, a->count, kRowsPerRange,
+                  [&](int64_t first, int64_t end) { widen_outputs(*a, first, end); });
+  return kDone;
+}
+
 // Returns a `Status`.
 __attribute__((visibility("default"))) int batchline_grouped_round(const GroupedRuntime* runtime,
                                                                    const GroupedRoundingArgs* a) {

@@ -1,4 +1,6 @@
 // For any processor: vectors of four numbers, which every important compiler target has.
+#include <algorithm>
+
 #include "grouped_kernels.h"
 
 namespace batchline {
@@ -35,7 +37,36 @@ inline I32 dot_bytes(I32 sum, I32 weights, I32 x) {
 #include "grouped_rounding.inc.h"
 #include "grouped_linear.inc.h"
 
+template <class V>
+void widen_output(const GroupedLinearArgs& a, int64_t output, float* to) {
+  constexpr int part_inputs = kGroup / V::kParts;
+  const int64_t panel = output / kPanel, groups = a.num_groups();
+  const auto vector = static_cast<int>(output % kPanel / kLanes), lane = static_cast<int>(output % kLanes);
+  for (int64_t group = 0; group < groups; ++group) {
+    const uint8_t* from = a.values + (panel * groups + group) * V::kBytes;
+    const auto count = static_cast<int>(std::min<int64_t>(kGroup, a.inputs - group * kGroup));
+    float scale = 0, minimum = 0;
+    if constexpr (V::kHasMinima) minimum = column_minima(a, panel, group, vector)[lane];
+    for (int i = 0; i < count; ++i, ++to) {
+      if (i % part_inputs == 0) scale = column_scales<V>(a, panel, group, i / part_inputs, vector)[lane];
+      const auto four = static_cast<uint32_t>(V::four(from, i / kFour, vector)[lane]);
+      *to = static_cast<float>(static_cast<int>(four >> (i % kFour * 8) & 0xff) - V::kOffset) * scale;
+      if constexpr (V::kHasMinima) {
+        __asm__("" : "+m"(*to));  // the product is rounded before the difference
+        *to -= minimum;
+      }
+    }
+  }
+}
+
 }  // namespace
+
+void widen_outputs(const GroupedOutputsArgs& a, int64_t first, int64_t end) {
+  with_format(a.of->format, [&](auto values) {
+    for (int64_t i = first; i < end; ++i)
+      widen_output<decltype(values)>(*a.of, a.outputs[i], a.weights + i * a.of->inputs);
+  });
+}
 
 const GroupedKernels kGroupedPortableKernels = grouped_kernels();
 

@@ -65,6 +65,16 @@ struct GroupedRoundingArgs {
   int64_t outputs, inputs, num_factors, lowest;
 };
 
+// Some outputs' weights as floats, as GGUF defines them to the last bit.
+struct GroupedOutputsArgs {
+  const GroupedLinearArgs* of;  // its x, out, rows and strides are not used; not gated
+  const int64_t* outputs;       // (count)
+  float* weights;               // (count, inputs)
+  int64_t count;
+};
+
+void widen_outputs(const GroupedOutputsArgs&, int64_t first, int64_t end);
+
 struct GroupedKernels {
   void (*quantize)(const GroupedLinearArgs&, const GroupedRows&, int64_t first_row, int64_t end_row);
   void (*bfloat16)(const GroupedLinearArgs&, const GroupedRows&, const LinearItem&);

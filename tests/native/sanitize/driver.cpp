@@ -41,6 +41,7 @@ int batchline_int8_linear(const Int8Runtime*, int dtype, const Int8LinearArgs*);
 const GroupedRuntime* batchline_grouped_open(int isa, RunParallel);
 int batchline_grouped_linear(const GroupedRuntime*, int is_bfloat16, const GroupedLinearArgs*);
 const GroupedKernels* batchline_grouped_kernels(const GroupedRuntime*);
+int batchline_grouped_outputs(const GroupedRuntime*, const GroupedOutputsArgs*);
 int batchline_grouped_round(const GroupedRuntime*, const GroupedRoundingArgs*);
 int batchline_encode(int isa, RunParallel, int is_bfloat16, const EncoderArgs*, int num_threads);
 void* batchline_line_forms_open();
@@ -241,6 +242,13 @@ void try_grouped(const GroupedRuntime* runtime, int is_bfloat16) {
                                 outputs,  0,             format};
       require(batchline_grouped_linear(runtime, is_bfloat16, &a) == 0, "grouped linear");
       out.require_finite("grouped linear");
+      const int64_t chosen[] = {outputs - 1, 0, outputs / 2}, unknown[] = {outputs};
+      Numbers<float> weights(3 * inputs);
+      GroupedOutputsArgs some{&a, chosen, weights.get(), 3};
+      require(batchline_grouped_outputs(runtime, &some) == 0, "grouped outputs");
+      weights.require_finite("grouped outputs");
+      some = {&a, unknown, weights.get(), 1};
+      require(batchline_grouped_outputs(runtime, &some) == 1, "an unknown output");
     }
 }
 
