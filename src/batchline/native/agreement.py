@@ -69,12 +69,13 @@ def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block, the model computes in a wider dtype. Each module's weights are widened only while it runs, so
     there is never a second copy of the model in memory."""
     handles = []
+    spare = _SpareMemory(dtype)
     for module in model.modules():
         narrow = {name: p for name, p in module._parameters.items() if p is not None and _is_narrower(p, dtype)}
         if isinstance(module, nn.Embedding):  # a few rows of a large table
             handles.append(module.register_forward_hook(lambda _module, _inputs, rows: rows.to(dtype)))
         elif narrow:
-            handles.extend(_widen_while_running(module, narrow, dtype))
+            handles.extend(_widen_while_running(module, narrow, spare))
     try:
         yield
     finally:
@@ -86,13 +87,35 @@ def _is_narrower(parameter: Tensor, dtype: torch.dtype) -> bool:
     return parameter.is_floating_point() and parameter.dtype.itemsize < dtype.itemsize
 
 
-def _widen_while_running(module: nn.Module, narrow: dict[str, Any], dtype: torch.dtype) -> list[Any]:
+class _SpareMemory:
+    """Memory for wide weights, which later weights of the same shape use again: the system would zero fresh memory page
+    by page, which takes longer than widening."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
+
+    def widened(self, narrow: Tensor) -> Tensor:
+        """A wide copy, which is no parameter. It is given back with `put_back`."""
+        free = self._free.get((narrow.shape, narrow.device))
+        wide = free.pop() if free else torch.empty(narrow.shape, dtype=self._dtype, device=narrow.device)
+        return wide.copy_(narrow)
+
+    def put_back(self, wide: Tensor) -> None:
+        """Nothing refers to its numbers any more."""
+        self._free.setdefault((wide.shape, wide.device), []).append(wide)
+
+
+def _widen_while_running(module: nn.Module, narrow: dict[str, Any], spare: _SpareMemory) -> list[Any]:
     def widen(module: nn.Module, _inputs: Any) -> None:
         for name, parameter in narrow.items():
-            module._parameters[name] = parameter.to(dtype)
+            module._parameters[name] = spare.widened(parameter)  # type: ignore[assignment] # torch takes any tensor
 
     def narrow_again(module: nn.Module, _inputs: Any, _output: Any) -> None:
-        module._parameters.update(narrow)
+        for name, parameter in narrow.items():
+            wide, module._parameters[name] = module._parameters[name], parameter
+            if isinstance(module, nn.Linear) and wide is not None and wide is not parameter:
+                spare.put_back(wide)  # other modules may return a view of it
 
     return [
         module.register_forward_pre_hook(widen),
