@@ -54,6 +54,32 @@ print(is_put_off(), model.model.rotary_emb.inv_freq.shape)
     assert output_of(code) == ["False torch.Size([64])"]
 
 
+def test_a_load_whose_random_numbers_need_them_is_repeated_with_them() -> None:
+    """Bug: embedding models did not run with `--quantization int8`. torch's generators need a part of the functions."""
+    code = """
+def make():
+    try:
+        return torch.Generator().manual_seed(0)
+    except RuntimeError as exc:
+        raise LookupError("the model does not run") from exc
+print(with_shapes(make).initial_seed(), is_put_off())
+"""
+    assert output_of(code) == ["0 False"]
+
+
+def test_a_load_without_memory_is_not_repeated() -> None:
+    code = """
+def make():
+    print("made")
+    raise torch.OutOfMemoryError("CUDA out of memory")
+try:
+    with_shapes(make)
+except RuntimeError:
+    print(is_put_off())
+"""
+    assert output_of(code) == ["made", "True"]
+
+
 def test_an_error_without_them_is_not_hidden() -> None:
     code = """
 def make():

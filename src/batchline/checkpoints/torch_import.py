@@ -27,28 +27,43 @@ _SHAPE_FUNCTIONS = "torch._meta_registrations"
 _OF_COMPILER = "torch._dynamo.config"
 """A module that torch's compiler imports, and nothing else."""
 
+_FOR_GPUS = "libtorch_cuda.so"
+
 _LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
 """In the order and with the modes in which torch loads them itself."""
 
 
 def prepare_torch() -> None:
-    """Start loading its libraries, and put off its functions for shapes. No effect if torch is imported already."""
-    if "torch" in sys.modules:
+    """Start loading its libraries, and put off its functions for shapes. No effect if torch is imported already, on
+    other systems than Linux, or if torch is built for GPUs, whose compilers may need the functions."""
+    if "torch" in sys.modules or sys.platform != "linux":
+        return
+    folder = _library_folder()
+    if folder is None or (folder / _FOR_GPUS).exists():
         return
     sys.modules[_SHAPE_FUNCTIONS] = _PutOff(_SHAPE_FUNCTIONS)
     sys.meta_path = [_ForCompiler(), *sys.meta_path]
-    threading.Thread(target=_load_libraries, name="batchline-torch-libraries").start()
+    threading.Thread(target=_load_libraries, args=(folder,), name="batchline-torch-libraries").start()
 
 
 def with_shapes(make: Callable[[], T]) -> T:
-    """What `make` returns: something that is made on the meta device. If that needs the functions that were put off, it
-    is made again with them."""
+    """What `make` returns: a model. If torch fails because of what was put off, the model is made again with it."""
     try:
         return make()
-    except NotImplementedError:
-        if not import_shape_functions():
+    except Exception as exc:
+        if not _may_need_shapes(exc) or not import_shape_functions():
             raise
     return make()
+
+
+def _may_need_shapes(exc: BaseException | None) -> bool:
+    """Whether torch has raised this exception or what caused it. Missing shapes are a NotImplementedError, and torch's
+    random generators fail with a RuntimeError without them. Memory that is missing is another matter."""
+    while exc is not None:
+        if isinstance(exc, RuntimeError):
+            return "out of memory" not in str(exc)
+        exc = exc.__cause__
+    return False
 
 
 def import_shape_functions() -> bool:
@@ -82,14 +97,16 @@ class _ForCompiler(MetaPathFinder):
         return None
 
 
-def _load_libraries() -> None:
+def _library_folder() -> Path | None:
+    """Where the libraries are, if torch is installed."""
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return
-    folder = Path(spec.origin).with_name("lib")
+    return None if spec is None or spec.origin is None else Path(spec.origin).with_name("lib")
+
+
+def _load_libraries(folder: Path) -> None:
     try:
         dlopen = ctypes.CDLL(None).dlopen  # `ctypes.CDLL(path)` would hold Python's lock
-    except (AttributeError, OSError, TypeError):  # a system without it
+    except (AttributeError, OSError, TypeError):  # another C library
         return
     dlopen.argtypes, dlopen.restype = [ctypes.c_char_p, ctypes.c_int], ctypes.c_void_p
     for name, mode in _LIBRARIES:
