@@ -35,7 +35,6 @@ from batchline.callers import current_kind, kind_of
 from batchline.checkpoints.digests import OnRead
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.model_code import import_model_code
-from batchline.checkpoints.torch_import import with_shapes
 from batchline.config import EngineConfig, MediaConfig, Task, TextConfig
 from batchline.engine.memory import cache_memory_ahead
 from batchline.errors import (
@@ -239,13 +238,8 @@ class InProcessBackend:
             import_model_code()
             from batchline.backends.resident_models import load  # imports torch and transformers, which takes seconds
 
-            memories = iter((memory, None))  # a second attempt gets none, because it must be unused
-
-            def attempt() -> ResidentModel:
-                return load(config, task, next(memories), self._collector(config.media))
-
             try:
-                model = with_shapes(attempt)
+                model = load(config, task, memory, self._collector(config.media))
             except UsageError as exc:  # an option that only a load finds wrong
                 if not self._has_started:
                     raise

@@ -20,12 +20,9 @@ from contextlib import contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 from batchline.checkpoints.model_listing import remembered_names
-from batchline.checkpoints.torch_import import import_shape_functions, with_shapes
-
-T = TypeVar("T")
 
 _COMPILER = "torch._dynamo"
 _DECORATORS = ("allow_in_graph", "assume_constant_result", "disable")
@@ -66,16 +63,6 @@ def without_compiler() -> Iterator[None]:
 
     with _empty_package(_COMPILER, dict.fromkeys(_DECORATORS, _unchanged), standalone=_STANDALONE):
         yield
-
-
-def created(make: Callable[[], T], *, trust_remote_code: bool) -> T:
-    """A new model, whose weights `make` loads or leaves without memory. The compiler is not imported for it, unless the
-    model's own code may use it."""
-    if trust_remote_code:
-        import_shape_functions()
-        return make()
-    with without_compiler():
-        return with_shapes(make)
 
 
 @contextmanager

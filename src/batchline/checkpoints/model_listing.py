@@ -2,8 +2,7 @@
 
 While it is imported, `transformers` reads its thousands of model files for these names, twice. That takes almost a
 second, much of the time until the first answer of a small model. So the names are kept as a record in the user's state
-folder.
-A record is valid only for the same files: their paths, sizes and times of change.
+folder. A record is valid only for the same files: their paths, sizes and times of change.
 """
 
 from __future__ import annotations

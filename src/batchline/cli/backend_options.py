@@ -11,7 +11,7 @@ import typer
 
 from batchline.backends.base import Backend
 from batchline.backends.registry import EMBEDDED, make_backend
-from batchline.checkpoints.torch_import import prepare_torch
+from batchline.checkpoints.torch_libraries import load_torch_libraries
 from batchline.config import EngineConfig
 from batchline.errors import UsageError
 from batchline.plugins import load_plugin
@@ -40,10 +40,10 @@ class BackendOptions:
         typer.Option(metavar="FILE", help="Python file that registers backends. Repeatable.", rich_help_panel=_BACKEND),
     ] = dataclasses.field(default_factory=list)
 
-    def prepare(self) -> None:
-        """Prepare what the backend will import."""
+    def load_ahead(self) -> None:
+        """Start loading what the backend will need."""
         if self.backend == EMBEDDED:
-            prepare_torch()
+            load_torch_libraries()
 
     def make(self, engines: Sequence[EngineConfig]) -> Backend:
         """The backend, not started. Raises: UsageError."""

@@ -72,7 +72,7 @@ def serve(
     is_engine, is_http = engine_options.is_chosen, http_options.is_chosen
     is_embedded = backend_options.backend == EMBEDDED and not (is_engine or is_http)
     if is_embedded:
-        backend_options.prepare()
+        backend_options.load_ahead()
     models = _models(context, model_argument, model_options.model)
     if (is_embedded or is_engine) and not models:
         raise UsageError("Which model? Name one: batchline serve MODEL")

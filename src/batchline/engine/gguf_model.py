@@ -7,7 +7,6 @@ BF16 become floats of the model's data type, as do other types, with a warning, 
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +17,6 @@ from transformers.integrations.gguf.dequant import dequantize
 
 from batchline.checkpoints.gguf_file import TYPES, GgufTensor, read_gguf
 from batchline.checkpoints.gguf_folder import linked_files
-from batchline.checkpoints.model_code import created
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.grouped_layers import GroupedEmbedding
 from batchline.errors import ModelLoadError
@@ -52,9 +50,8 @@ TYPE_NUMBERS = {name: number for number, (name, _, _) in TYPES.items()}
 def load_gguf(name: str, folder: str, config: Any, dtype: torch.dtype) -> Any:
     """The model of a folder that `checkpoints/gguf_folder` has made. Raises: ModelLoadError."""
     gguf = read_gguf(name, linked_files(folder))
-    make = partial(AutoModelForCausalLM.from_config, config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
     with torch.device("meta"):
-        model: Any = created(make, trust_remote_code=False)
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
     tensors = {_hf_name(tensor.name): tensor for tensor in gguf.tensors.values()}
     factors = tensors.pop(ROPE_FACTORS, None)
     is_permuted = gguf.metadata.get("general.architecture") == "llama"

@@ -10,8 +10,8 @@ import gc
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from batchline.checkpoints.device import choose_device, choose_dtype
 from batchline.checkpoints.files import CONFIG_UNUSABLE, reading
 from batchline.checkpoints.formats import refuse_foreign_format
 from batchline.checkpoints.gguf_folder import linked_files
-from batchline.checkpoints.model_code import created
+from batchline.checkpoints.model_code import without_compiler
 from batchline.checkpoints.overrides import config_arguments, writing_part
 from batchline.checkpoints.weights import refuse_damaged_bins, refuse_odd_numbers, refuse_wrong_weights, unused_weights
 from batchline.config import ModelConfig
@@ -233,20 +233,18 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
         return model, hf_config, _eos_token_ids(config.model, _generation_config(config), hf_config)
     has_encoder = _loads_with_encoder(hf_config)
     auto_class = AutoModelForMultimodalLM if has_encoder else AutoModelForCausalLM
-    make = partial(
-        auto_class.from_pretrained,
-        config.model,
-        config=hf_config,
-        dtype=dtype,
-        # an encoder attends as `transformers` chooses; `text_part` sets the decoder's attention
-        attn_implementation=None if has_encoder else PAGED_ATTENTION,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,  # they are checked by the report
-        **source,
-    )
     try:
-        with reading(config.model):
-            model, report = created(make, trust_remote_code=config.trust_remote_code)
+        with reading(config.model), nullcontext() if config.trust_remote_code else without_compiler():
+            model, report = auto_class.from_pretrained(
+                config.model,
+                config=hf_config,
+                dtype=dtype,
+                # an encoder attends as `transformers` chooses; `text_part` sets the decoder's attention
+                attn_implementation=None if has_encoder else PAGED_ATTENTION,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are checked by the report
+                **source,
+            )
     except ModelLoadError as exc:
         cause = exc.__cause__
         if isinstance(cause, KeyError) and cause.args == (PAGED_ATTENTION,):  # the model has its own attention classes
