@@ -102,7 +102,7 @@ def test_a_state_folder_that_cannot_be_written_costs_only_time(models: Path, mon
     assert len(calls) == 2
 
 
-def test_other_folders_are_read_as_ever(tmp_path: Path) -> None:
+def test_other_folders_are_read_each_time(tmp_path: Path) -> None:
     calls: list[str] = []
     for _ in range(2):
         counting(calls)(str(tmp_path))

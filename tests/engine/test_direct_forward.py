@@ -30,7 +30,9 @@ from batchline.engine.request import (
 )
 from batchline.engine.sequence import Sequence
 from batchline.engine.step import Chunk, Step, pack
+from batchline.native.grouped import GroupedFormat, GroupedWeight, open_grouped_kernels, pack_grouped
 from batchline.native.library import open_kernels
+from batchline.native.linear_modules import NativeGroupedLinear
 
 pytestmark = pytest.mark.skipif(
     open_kernels("auto") is None, reason="the native kernels were not built: no C++ compiler"
@@ -108,6 +110,26 @@ def test_quantized_models_run_directly_and_write_no_logits(
     with_logits = tokens_of(engine, {"logits": replace(GREEDY, logprobs=1)})["logits"]
     assert with_logits == greedy
     assert results[-1].logits is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_no_token_is_chosen_for_a_broken_hidden_state_by_a_head_in_groups(dtype: torch.dtype, broken: float) -> None:
+    """Bug: an infinite value gave a token, as some products with it are infinite, and not NaN."""
+    torch.manual_seed(0)
+    kernels = open_grouped_kernels("auto")
+    assert kernels is not None
+    values = torch.randint(0, 16, (64, 256), dtype=torch.uint8)
+    halves, fine = torch.rand(64, 1).half(), torch.randint(0, 64, (64, 8), dtype=torch.uint8)
+    packed = pack_grouped(GroupedWeight(GroupedFormat.Q4_K, values, halves, fine, halves, fine))
+    hidden = torch.randn(3, 256).to(dtype)
+    hidden[1, 63] = broken
+    direct: Any = DirectForward.__new__(DirectForward)
+    direct._head, direct.num_token_ids = NativeGroupedLinear(packed, kernels), 64
+    direct._hidden = lambda _inputs: hidden
+    tokens = direct.run(None, wants_logits=False).tokens
+    assert tokens[1] == -1
+    assert (tokens[[0, 2]] >= 0).all()
 
 
 class Rotary(torch.nn.Module):

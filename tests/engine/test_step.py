@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from batchline.engine.model_runner import StepResult, StepRunner
 from batchline.engine.placement import choose_kernels, place
 from batchline.engine.request import EmbeddingRequest, GenerationRequest, SamplingParams
 from batchline.engine.sequence import Sequence
-from batchline.engine.step import Chunk, PackedStep, Step, pack
+from batchline.engine.step import Chunk, PackedStep, Step, _packed_chunks, pack
 
 BLOCK_SIZE = 4
 
@@ -66,6 +66,17 @@ def test_a_step_of_single_tokens() -> None:
     assert {array.dtype for array in (step.tokens, step.positions, step.slots, step.rows, step.chunks)} == {
         np.dtype(int)
     }
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 3)), min_size=1, max_size=6))
+def test_single_tokens_are_packed_like_any_chunks(chunks: list[tuple[int, int]]) -> None:
+    """The second number of each pair is how many tokens the sequence has after the chunk."""
+    starts = [(start, 10 * index, start + 1 + more) for index, (start, more) in enumerate(chunks)]
+    step = Step(tuple(chunk(start, start + 1, first, num_tokens=length) for start, first, length in starts), (3, 7))
+    single, general = asdict(pack(step, BLOCK_SIZE)), asdict(_packed_chunks(step, BLOCK_SIZE))
+    for name, expected in general.items():
+        assert np.array_equal(single[name], expected), name
+        assert getattr(single[name], "dtype", None) == getattr(expected, "dtype", None)
 
 
 def test_a_step_of_single_tokens_may_want_no_logits() -> None:

@@ -1,4 +1,4 @@
-"""Loads torch's shared libraries ahead, on a thread.
+"""Loads torch's largest shared library ahead, on a thread.
 
 When torch is imported, the system links hundreds of megabytes, for which it does not need Python. So a command that
 will need torch lets the system begin while Python imports other modules.
@@ -13,14 +13,14 @@ import sys
 import threading
 from pathlib import Path
 
-_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_python.so", ctypes.RTLD_LOCAL))
-"""In the order and with the modes in which torch loads them itself."""
+_LIBRARIES = (("libtorch_global_deps.so", ctypes.RTLD_GLOBAL), ("libtorch_cpu.so", ctypes.RTLD_LOCAL))
+"""In the order and with the modes in which torch loads them. Neither of them uses Python."""
 
-_FOR_GPUS = "libtorch_cuda.so"
+_FOR_GPUS = ("libtorch_cuda.so", "libtorch_hip.so", "libtorch_xpu.so")
 
 
 def load_torch_libraries() -> None:
-    """Start loading them. No effect if torch is imported already, on other systems than Linux, or if torch is built for
+    """Start loading it. No effect if torch is imported already, on other systems than Linux, or if torch is built for
     GPUs: it then has other libraries to load first."""
     if "torch" in sys.modules or sys.platform != "linux":
         return
@@ -28,7 +28,7 @@ def load_torch_libraries() -> None:
     if spec is None or spec.origin is None:
         return
     folder = Path(spec.origin).with_name("lib")
-    if not (folder / _FOR_GPUS).exists():
+    if not any((folder / name).exists() for name in _FOR_GPUS):
         threading.Thread(target=_load, args=(folder,), name="batchline-torch-libraries").start()
 
 

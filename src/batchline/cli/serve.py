@@ -71,11 +71,11 @@ def serve(
     refuse_conflicts(context, [http_options, engine_options])
     is_engine, is_http = engine_options.is_chosen, http_options.is_chosen
     is_embedded = backend_options.backend == EMBEDDED and not (is_engine or is_http)
-    if is_embedded:
-        backend_options.load_ahead()
     models = _models(context, model_argument, model_options.model)
     if (is_embedded or is_engine) and not models:
         raise UsageError("Which model? Name one: batchline serve MODEL")
+    if is_embedded:
+        backend_options.load_ahead()
     model_options = dataclasses.replace(model_options, model=models)
     engines = partial(
         model_options.engines, strict=strict, media=media_options.config(), is_elsewhere=is_engine or is_http

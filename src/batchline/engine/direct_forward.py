@@ -23,7 +23,7 @@ from batchline.engine.multimodal import TextPart
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
 from batchline.engine.native_head import NativeHead
 from batchline.engine.replay import Rotary
-from batchline.engine.row_ops import argmax, most_likely
+from batchline.engine.row_ops import argmax, finite_rows, most_likely
 from batchline.native.linear_modules import NativeGroupedLinear
 from batchline.native.packing import PANEL
 
@@ -55,8 +55,9 @@ class DirectForward:
         if not wants_logits and isinstance(self._head, NativeHead):
             return StepResult(None, hidden, self._head.most_likely(hidden, self.num_token_ids))
         logits = self._head(hidden).float()
-        if not wants_logits and isinstance(self._head, NativeGroupedLinear):  # NaN in hidden shows in all logits
-            return StepResult(None, hidden, most_likely(logits[:, : self.num_token_ids]))
+        if not wants_logits and isinstance(self._head, NativeGroupedLinear):
+            tokens = most_likely(logits[:, : self.num_token_ids])
+            return StepResult(None, hidden, tokens.where(torch.tensor(finite_rows(hidden)), -1))
         return StepResult(logits, hidden)
 
     def _hidden(self, inputs: ModelInputs) -> torch.Tensor:

@@ -46,8 +46,8 @@ class ModelInputs:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """logits: (num_rows, vocab) float32 of the wanted rows; hidden: (num_rows, hidden_size), the inputs of the
-    language-model head for them. tokens: (num_rows,) int64, the most likely token of each row, or -1 if a number of its
-    hidden state is not finite or no logit is above minus infinity. A step without logits may get them instead."""
+    language-model head for them. tokens: (num_rows,) int64, the most likely token of each row, or -1 if its hidden
+    state has a value that is not finite, or no logit is above minus infinity. A step may get them without logits."""
 
     logits: torch.Tensor | None
     hidden: torch.Tensor

@@ -45,7 +45,7 @@ class NativeHead(nn.Module):
 
     def most_likely(self, hidden: torch.Tensor, num_choices: int) -> torch.Tensor:
         """The first of the first `num_choices` tokens with the largest logit, (rows,) int64; -1 if no logit is above
-        minus infinity, or a number of the row is not finite. hidden: (rows, inputs), contiguous."""
+        minus infinity, or the row has a value that is not finite. hidden: (rows, inputs), contiguous."""
         tokens = torch.empty(len(hidden), dtype=torch.int64)
         if len(hidden):
             bias = None if self.bias is None else self.bias[:num_choices]
@@ -62,13 +62,13 @@ def use_native_head(model: Any, kernels: NativeKernels, hidden: torch.Tensor) ->
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or head.weight.dtype not in DTYPES or head.weight.stride(1) != 1:
         return
-    if head.weight.data_ptr() % CACHE_LINE:  # as in files, which put tensors anywhere
-        head.weight.data = head.weight.detach().clone()  # also for the embedding table that shares it
     native = NativeHead(head, kernels)
     some = hidden[:_NUM_CHECKED_ROWS]
     if all(
         _agrees(native, head, rows) for rows in (some, some[:5])
     ):  # few rows are computed in another way, four and one at a time
+        if head.weight.data_ptr() % CACHE_LINE:  # as in files, which put tensors anywhere
+            head.weight.data = head.weight.detach().clone()  # also for the embedding table that shares it
         path = next(path for path, module in model.named_modules() if module is head)
         model.set_submodule(path, native)
 

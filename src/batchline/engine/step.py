@@ -132,8 +132,12 @@ class PackedStep:
 
 def pack(step: Step, block_size: int) -> PackedStep:
     """The step's arrays, for a cache with blocks of `block_size` positions."""
-    if all(chunk.num_tokens == 1 for chunk in step.chunks):
-        return _packed_singles(step, block_size)
+    are_single = all(chunk.num_tokens == 1 for chunk in step.chunks)
+    return (_packed_singles if are_single else _packed_chunks)(step, block_size)
+
+
+def _packed_chunks(step: Step, block_size: int) -> PackedStep:
+    """`pack` for any chunks."""
     tokens = array("q")
     tables: list[int] = []
     chunks: list[tuple[int, int, int, int]] = []

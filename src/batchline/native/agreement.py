@@ -27,6 +27,8 @@ MORE_NOISE, PLAINLY_WRONG = 6.0, 0.5
 EXACT, MOST_EXACT, NEARLY_EXACT = 1e-4, 0.9, 1e-2
 """Allowed errors in float32 from another order of additions: for this share of the rows, and for every row."""
 
+MAX_SPARE_BYTES = 512 << 20
+
 UNMEASURED = {torch.float32: 1e-4, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 """A format's rounding that torch's own errors may not show: about one unit in the last place of a result."""
 
@@ -67,7 +69,7 @@ def is_exact(errors: Tensor) -> bool:
 @contextmanager
 def widened(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Inside the block, the model computes in a wider dtype. Each module's weights are widened only while it runs, so
-    there is never a second copy of the model in memory."""
+    there is no second copy of the model in memory."""
     handles = []
     spare = _SpareMemory(dtype)
     for module in model.modules():
@@ -88,21 +90,28 @@ def _is_narrower(parameter: Tensor, dtype: torch.dtype) -> bool:
 
 
 class _SpareMemory:
-    """Memory for wide weights, which later weights of the same shape use again: the system would zero fresh memory page
-    by page, which takes longer than widening."""
+    """Memory for wide weights, which later weights of the same shape use again, up to MAX_SPARE_BYTES. The system would
+    zero fresh memory page by page, which takes longer than widening."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
+        self._room = MAX_SPARE_BYTES
         self._free: dict[tuple[torch.Size, torch.device], list[Tensor]] = {}
 
     def widened(self, narrow: Tensor) -> Tensor:
         """A wide copy, which is no parameter. It is given back with `put_back`."""
         free = self._free.get((narrow.shape, narrow.device))
-        wide = free.pop() if free else torch.empty(narrow.shape, dtype=self._dtype, device=narrow.device)
+        if not free:
+            return narrow.to(self._dtype)
+        wide = free.pop()
+        self._room += wide.nbytes
         return wide.copy_(narrow)
 
     def put_back(self, wide: Tensor) -> None:
         """Nothing refers to its numbers any more."""
+        if wide.nbytes > self._room:
+            return
+        self._room -= wide.nbytes
         self._free.setdefault((wide.shape, wide.device), []).append(wide)
 
 
@@ -114,7 +123,7 @@ def _widen_while_running(module: nn.Module, narrow: dict[str, Any], spare: _Spar
     def narrow_again(module: nn.Module, _inputs: Any, _output: Any) -> None:
         for name, parameter in narrow.items():
             wide, module._parameters[name] = module._parameters[name], parameter
-            if isinstance(module, nn.Linear) and wide is not None and wide is not parameter:
+            if type(module) is nn.Linear and wide is not None and wide is not parameter:
                 spare.put_back(wide)  # other modules may return a view of it
 
     return [

@@ -121,7 +121,7 @@ class LargestLogits {
   std::unique_ptr<int32_t, FreeDeleter> tokens_;
 };
 
-// Sets the token of each row of x with a number that is not finite to -1: the exponent of such a number is all ones.
+// Sets the token of each row of x with a value that is not finite to -1: the exponent of such a value is all ones.
 template <class Bits>
 void reject_broken_rows(const HeadArgs& a, Bits exponent) {
   for (int64_t row = 0; row < a.rows; ++row) {
@@ -279,7 +279,11 @@ __attribute__((visibility("default"))) int batchline_head(const Runtime* runtime
     parallel_ranges(runtime->run_parallel, divide_up(a->rows, kHeadItemRows) * token_items, 1, work);
     if (largest) {
       largest->merge(*a);
-      dtype == kBFloat16 ? reject_broken_rows<uint16_t>(*a, 0x7f80) : reject_broken_rows<uint32_t>(*a, 0x7f800000);
+      if (dtype == kBFloat16) {
+        reject_broken_rows<uint16_t>(*a, 0x7f80);
+      } else {
+        reject_broken_rows<uint32_t>(*a, 0x7f800000);
+      }
     }
     return kDone;
   });

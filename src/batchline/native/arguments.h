@@ -61,7 +61,7 @@ struct HeadArgs {
   const void* bias;    // (vocab), of x's type; null: none
   float* logits;       // (rows, vocab), contiguous; null: not wanted
   int64_t* tokens;     // without logits: (rows), the first token with the largest logit; -1 if none is above -infinity,
-                       // or if a number of the row of x is not finite
+                       // or if the row of x has a value that is not finite
   int64_t rows, inputs, vocab;
   int64_t x_stride, weight_stride;
 };

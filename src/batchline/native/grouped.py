@@ -299,10 +299,10 @@ class GroupedKernels:
         check(self._library.batchline_grouped_linear(self._runtime, is_bfloat16, ctypes.byref(args)))
 
     def outputs(self, weight: PackedGrouped, numbers: torch.Tensor) -> torch.Tensor:
-        """What `dequantized` returns for some outputs. numbers: (n,) int64. Raises: IndexError for unknown ones."""
+        """What `dequantized` returns for some outputs. numbers: (n,) integers. Raises: IndexError for unknown ones."""
         weights = torch.empty(len(numbers), weight.num_inputs)
         of = _linear_args(weight, weights[:0], weights.new_empty(0, weight.num_outputs))
-        numbers = numbers.contiguous()
+        numbers = numbers.long().contiguous()
         args = GroupedOutputsArgs(ctypes.pointer(of), numbers.data_ptr(), weights.data_ptr(), len(numbers))
         check(self._library.batchline_grouped_outputs(self._runtime, ctypes.byref(args)))
         return weights

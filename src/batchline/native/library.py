@@ -257,8 +257,8 @@ class NativeKernels:
     def most_likely(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, tokens: torch.Tensor
     ) -> None:
-        """tokens = the first token with the largest logit of each row; -1 where none is above -infinity, or a number of
-        the row is not finite.
+        """tokens = the first token with the largest logit of each row; -1 where none is above -infinity, or the row has
+        a value that is not finite.
 
         tokens: (rows,) int64, contiguous. Everything else as for `head`.
         """
