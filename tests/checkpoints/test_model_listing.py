@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -83,12 +84,17 @@ def test_bytecode_is_no_change(models: Path) -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[[1, 2]]", b"{}", b'[["torch"]]', b"\xff\xfe", b"null"])
-def test_a_damaged_record_is_replaced(models: Path, tmp_path: Path, content: bytes) -> None:
+DAMAGED = [b"", b"{", b"[]", b"\xff\xfe", b'[[[],{"llama.modeling_llama":["LlamaForCausalLM"]}]]', b"\n[]"]
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, None])
+def test_a_damaged_record_is_replaced(models: Path, tmp_path: Path, content: bytes | None) -> None:
+    """Bug: a record with other names than those of `transformers` broke every run, until someone deleted it. None: one
+    letter is another one."""
     calls: list[str] = []
     counting(calls)(str(models))
     (record,) = (tmp_path / "state" / "transformers").iterdir()
-    record.write_bytes(content)
+    record.write_bytes(record.read_bytes().replace(b"LlamaModel", b"LlamaNodel") if content is None else content)
     for _ in range(2):
         assert counting(calls)(str(models)) == NAMES
     assert len(calls) == 2
@@ -98,6 +104,18 @@ def test_a_state_folder_that_cannot_be_written_costs_only_time(models: Path, mon
     monkeypatch.setenv("BATCHLINE_STATE_DIR", str(models / "__init__.py"))
     calls: list[str] = []
     for _ in range(2):
+        assert counting(calls)(str(models)) == NAMES
+    assert len(calls) == 2
+
+
+def test_a_record_that_cannot_be_read_costs_only_time(models: Path) -> None:
+    """Bug: no model could be loaded. `sudo` may have left a folder that only root reads."""
+    calls: list[str] = []
+    counting(calls)(str(models))
+    with (
+        patch.object(Path, "read_bytes", side_effect=PermissionError),
+        patch.object(Path, "stat", side_effect=PermissionError),
+    ):
         assert counting(calls)(str(models)) == NAMES
     assert len(calls) == 2
 

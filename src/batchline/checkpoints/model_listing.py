@@ -98,25 +98,31 @@ def _remembering(read: Callable[..., Names]) -> Callable[..., Names]:
 
 def _recorded(record: Path | None) -> Names | None:
     """The names on record; None if there is no usable record."""
-    if record is None or not record.exists():
+    if record is None:
         return None
     try:
-        parts = orjson.loads(record.read_bytes())
-        return {frozenset(needs): {name: set(of) for name, of in by.items()} for needs, by in parts} or None
-    except (OSError, ValueError, TypeError, AttributeError):
-        logger.debug("the record of the names in transformers is not usable", exc_info=True)
+        digest, _, content = record.read_bytes().partition(b"\n")
+    except OSError:  # most often there is none yet
         return None
+    if digest != _digest(content):
+        return None
+    return {frozenset(needs): {name: set(of) for name, of in by.items()} for needs, by in orjson.loads(content)}
 
 
 def _keep(names: Names, record: Path | None) -> None:
-    """Write a record, if it can be written."""
+    """Write a record, if it can be written: a line with a digest of the JSON that follows."""
     if record is None:
         return
     parts = [[sorted(needs), {name: sorted(of) for name, of in by.items()}] for needs, by in names.items()]
+    content = orjson.dumps(parts)
     try:
-        write_record(record, orjson.dumps(parts), max_records=_MAX_RECORDS)
+        write_record(record, _digest(content) + b"\n" + content, max_records=_MAX_RECORDS)
     except OSError:
         logger.debug("the names in transformers cannot be recorded", exc_info=True)
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
 
 
 def _record_of(folder: Path) -> Path | None:

@@ -101,8 +101,6 @@ class Answering:
         also_takes: frozenset[str],
     ) -> tuple[RunFiles, RunOptions, Backend]:
         """A run that models answer, in this process or as replicas. Raises: UsageError."""
-        if isinstance(way, BackendOptions):
-            way.load_ahead()
         from batchline.batch.api import for_backend, keeping_media  # numpy: not for --help
 
         media = self.media_options

@@ -10,8 +10,6 @@ from typing import Annotated
 import typer
 
 from batchline.backends.base import Backend
-from batchline.backends.registry import EMBEDDED, make_backend
-from batchline.checkpoints.torch_libraries import load_torch_libraries
 from batchline.config import EngineConfig
 from batchline.errors import UsageError
 from batchline.plugins import load_plugin
@@ -40,13 +38,10 @@ class BackendOptions:
         typer.Option(metavar="FILE", help="Python file that registers backends. Repeatable.", rich_help_panel=_BACKEND),
     ] = dataclasses.field(default_factory=list)
 
-    def load_ahead(self) -> None:
-        """Start loading what the backend will need."""
-        if self.backend == EMBEDDED:
-            load_torch_libraries()
-
     def make(self, engines: Sequence[EngineConfig]) -> Backend:
         """The backend, not started. Raises: UsageError."""
+        from batchline.backends.registry import make_backend
+
         for path in self.backend_plugin:
             load_plugin(path)
         return make_backend(self.backend, engines, self._options())

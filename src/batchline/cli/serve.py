@@ -74,8 +74,6 @@ def serve(
     models = _models(context, model_argument, model_options.model)
     if (is_embedded or is_engine) and not models:
         raise UsageError("Which model? Name one: batchline serve MODEL")
-    if is_embedded:
-        backend_options.load_ahead()
     model_options = dataclasses.replace(model_options, model=models)
     engines = partial(
         model_options.engines, strict=strict, media=media_options.config(), is_elsewhere=is_engine or is_http
