@@ -2,8 +2,8 @@
 //
 // A product adds to a tile of sums (rows, 16) the product of a tile of x (rows, 64 bytes) and a tile of weights, which is
 // 16 rows of a panel as they lie in memory. Registers with fewer rows or bytes are a matter of their configured shapes:
-// nothing beyond these is read. Nothing is fetched ahead: the processor itself does that better for tiles. The including
-// file defines TILE_PRODUCT(sums, x, weights), which takes register numbers.
+// nothing beyond these is read. Where a product waits for memory, the next tile is fetched, and no more: fetching further
+// ahead is slower. The including file defines TILE_PRODUCT(sums, x, weights), which takes register numbers.
 
 constexpr int64_t kTileRowCount = 16;
 constexpr int64_t kTileBytes = 64;  // in a row
@@ -80,10 +80,20 @@ inline void clear_sums() {
   _tile_zero(3);
 }
 
+// 16 rows of a tile, `stride` bytes apart, into the caches.
+inline void fetch_tile(const char* tile, int64_t stride) {
+  for (int64_t i = 0; i < kTileRowCount; ++i) __builtin_prefetch(tile + i * stride);
+}
+
 // A tile's depth of two blocks of x and one or two panels. Each tile is used twice once it is loaded. x is read past the
-// first-level cache, so that the panels stay there for the next blocks.
+// first-level cache, so that the panels stay there for the next blocks. With a single panel, x is what comes from memory:
+// so it is in the language-model head.
 template <int kPanels>
 inline void add_two_blocks(const char* x, const char* second_x, int64_t x_stride, const char* b, const char* second_b) {
+  if constexpr (kPanels == 1) {
+    fetch_tile(x + 2 * kTileBytes, x_stride);
+    fetch_tile(second_x + 2 * kTileBytes, x_stride);
+  }
   _tile_loadd(6, b, kTileBytes);
   _tile_stream_loadd(4, x, x_stride);
   _tile_stream_loadd(5, second_x, x_stride);
@@ -122,10 +132,13 @@ void multiply_two_blocks(const TiledLinear& a, int64_t row, int64_t panel, Sum* 
   }
 }
 
-// A tile's depth of one block of x and one, two or four panels, which are b_stride bytes apart.
-template <int kPanels>
+// A tile's depth of one block of x and one, two or four panels, which are b_stride bytes apart. kFetches: the tiles that
+// follow these in each panel are fetched.
+template <int kPanels, bool kFetches>
 inline void add_block(const char* x, int64_t x_stride, const char* b, int64_t b_stride) {
   _tile_loadd(4, x, x_stride);
+  if constexpr (kFetches)
+    for (int p = 0; p < kPanels; ++p) fetch_tile(b + p * b_stride + kTileRowCount * kTileBytes, kTileBytes);
   _tile_loadd(6, b, kTileBytes);
   TILE_PRODUCT(0, 4, 6);
   if constexpr (kPanels > 1) {
@@ -140,17 +153,17 @@ inline void add_block(const char* x, int64_t x_stride, const char* b, int64_t b_
   }
 }
 
-// At most 16 rows against one, two or four panels. sums: (16, kPanels * kPanel).
-template <int kPanels, class Sum>
+// At most 16 rows against one, two or four panels. sums: (16, kPanels * kPanel). kFetches: the panels come from memory.
+template <int kPanels, bool kFetches, class Sum>
 void multiply_block(const TiledLinear& a, int64_t row, int64_t panel, Sum* sums) {
   const char *x = a.x_row(row), *b = a.panel(panel);
   clear_sums();
   for (int64_t i = 0; i < a.num_tiles; ++i, x += kTileBytes, b += kTileRowCount * kTileBytes)
-    add_block<kPanels>(x, a.x_stride, b, a.panel_bytes);
+    add_block<kPanels, kFetches>(x, a.x_stride, b, a.panel_bytes);
   if (a.last_rows > 0) {
     const auto other = [&](int number) { return panel + (number < kPanels ? number : 0); };
     const LastWeights last[] = {{a, panel}, {a, other(1)}, {a, other(2)}, {a, other(3)}};
-    add_block<kPanels>(x, a.x_stride, last[0].bytes, sizeof(LastWeights));
+    add_block<kPanels, false>(x, a.x_stride, last[0].bytes, sizeof(LastWeights));
   }
   constexpr int64_t stride = kPanels * kPanel * static_cast<int64_t>(sizeof(Sum));
   _tile_stored(0, sums, stride);
@@ -211,7 +224,11 @@ void multiply_few_tiles(const TiledLinear& a, const LinearItem& item, Finish fin
     for (int64_t row = item.first_row; row < item.end_row; row += kTileRowCount) {
       const int64_t end_row = std::min(row + kTileRowCount, item.end_row);
       const int64_t from = std::max(item.first_row, end_row - kTileRowCount);  // the last block may overlap the one before
-      multiply_block<count.value>(a, from, panel, sums);
+      if (row == item.first_row) {
+        multiply_block<count.value, true>(a, from, panel, sums);
+      } else {
+        multiply_block<count.value, false>(a, from, panel, sums);
+      }
       finish(sums + (row - from) * count.value * kPanel, row, end_row, panel, count);
     }
   });
