@@ -39,13 +39,13 @@ def main() -> None:
     options = _parse()
     torch.set_num_threads(options.threads)
     workload = WORKLOADS[options.workload]
-    shape, dtype = ModelShape.of(workload.model), getattr(torch, options.dtype)
+    shape = ModelShape.of(workload.model)
     engine = _engine(str(make_workload(workload, Path(options.folder)).model), options)
     engine.enter_thread()
     points = []
     print("sequences  tokens/s  ceiling  share  bound by   GFLOP/s  GB/s")
     for size in options.sizes:
-        rounds = [_point(size, rate, ceiling, shape, options) for rate, ceiling in _rounds(engine, size, shape, options)]
+        rounds = [_point(size, *measured, shape, options) for measured in _rounds(engine, size, shape, options)]
         point = sorted(rounds, key=lambda one: one["share"])[len(rounds) // 2]
         points.append(point)
         told = (point["output_tokens_per_s"], point["ceiling_tokens_per_s"], point["share"], point["bound_by"])

@@ -109,9 +109,9 @@ inline F32 column_minima(const GroupedLinearArgs& a, int64_t panel, int64_t grou
          load_unsigned(fine);
 }
 
-// A group of a row as bytes between -127 and 127, times *scale. A group that is not finite becomes zeros with the scale NaN,
-// so that its outputs are NaN, too.
-inline void quantize_group(const float (&x)[kGroup], int8_t* bytes, float* scale) {
+// A group of a row as bytes between -127 and 127, times *scale. halves: the sums of its first and its last half. A group that
+// is not finite becomes zeros with the scale NaN, so that its outputs are NaN, too.
+inline void quantize_group(const float (&x)[kGroup], int8_t* bytes, float* scale, int32_t (&halves)[2]) {
   F32 largest = {};
   U32 is_finite = U32{} - 1;
   for (int i = 0; i < kGroup; i += kLanes) {
@@ -124,26 +124,23 @@ inline void quantize_group(const float (&x)[kGroup], int8_t* bytes, float* scale
   if (is_bad) {
     *scale = __builtin_nanf("");
     __builtin_memset(bytes, 0, kGroup);
+    halves[0] = halves[1] = 0;
     return;
   }
   const float highest = max_of(largest), range = highest > kSmallest ? highest : kSmallest;
   *scale = range / kLargestInt8;
   const float factor = kLargestInt8 / range;
-  for (int i = 0; i < kGroup; i += kLanes)
-    store_bytes(bytes + i, round_to_int(load(x + i) * factor));
-}
-
-// start: what is subtracted for each number, because weights are stored without a sign.
-inline void sum_group(const int8_t* bytes, float scale, int start, int parts, int32_t* starts, float* sum) {
-  int32_t halves[2] = {};
-  for (int i = 0; i < kGroup; ++i) halves[i / (kGroup / 2)] += bytes[i];
-  starts[0] = -start * (parts == 2 ? halves[0] : halves[0] + halves[1]);
-  starts[1] = -start * halves[1];
-  *sum = scale * static_cast<float>(halves[0] + halves[1]);
+  F32 sums[2] = {};  // exact: whole numbers
+  for (int i = 0; i < kGroup; i += kLanes) {
+    const I32 rounded = round_to_int(load(x + i) * factor);
+    store_bytes(bytes + i, rounded);
+    sums[i / (kGroup / 2)] += __builtin_convertvector(rounded, F32);
+  }
+  for (int half = 0; half < 2; ++half) halves[half] = static_cast<int32_t>(sum_of(sums[half]));
 }
 
 inline void grouped_quantize(const GroupedLinearArgs& a, const GroupedRows& to, int64_t first_row, int64_t end_row) {
-  int parts = 1, start = 0;
+  int parts = 1, start = 0;  // what is subtracted for each number, because weights are stored without a sign
   with_format(a.format, [&](auto values) {
     parts = decltype(values)::kParts;
     start = decltype(values)::kStart;
@@ -156,8 +153,11 @@ inline void grouped_quantize(const GroupedLinearArgs& a, const GroupedRows& to, 
       for (int64_t i = 0; i < count; ++i) wide[i] = widen(x[group * kGroup + i]);
       const int64_t at = to.group(row, group);
       int8_t* bytes = to.row(row) + group * kGroup;
-      quantize_group(wide, bytes, to.scales + at);
-      sum_group(bytes, to.scales[at], start, parts, to.starts + 2 * at, to.sums + at);
+      int32_t halves[2], *starts = to.starts + 2 * at;
+      quantize_group(wide, bytes, to.scales + at, halves);
+      starts[0] = -start * (parts == 2 ? halves[0] : halves[0] + halves[1]);
+      starts[1] = -start * halves[1];
+      to.sums[at] = to.scales[at] * static_cast<float>(halves[0] + halves[1]);
     }
   }
 }
@@ -241,14 +241,10 @@ template <class Tile>
 inline void in_tiles(int64_t row, int64_t end, int64_t panel, int64_t num_panels, int64_t step, Tile tile) {
   int64_t ahead = panel + kPanelsAhead;
   const int64_t end_ahead = ahead + step < num_panels ? ahead + step : num_panels;
-  const auto next = [&](auto count) {
+  in_row_tiles<kTileRows>(end - row, [&](auto count) {
     tile(count, row, ahead < end_ahead ? ahead++ : panel);
     row += count.value;
-  };
-  while (row + kTileRows <= end) next(Count<kTileRows>{});
-  if constexpr (kTileRows > 3)
-    while (row + 3 <= end) next(Count<3>{});
-  while (row < end) next(Count<1>{});
+  });
 }
 
 template <class V, int kPanels>

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kRowsAtOnce = 1024;  // quantized together: their bytes stay in the caches until they are multiplied
 constexpr int64_t kRowsPerRange = 16;  // to quantize
-constexpr int64_t kMinTiledRows = 8;   // fewer are faster without AMX
+constexpr int64_t kMinTiledRows = 3;   // fewer are faster without AMX
 constexpr int64_t kPanelsPerItem = 4;  // even: gate and up go together
 
 enum Int8Isa : int { kPortable, kAvx2, kAvxVnni, kAvx512Vnni, kAmx };

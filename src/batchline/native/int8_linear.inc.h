@@ -38,14 +38,10 @@ template <class T, int kPanels>
 void int8_columns(const Int8LinearArgs& a, const QuantizedRows& rows, const LinearItem& item, int64_t panel) {
   int64_t row = item.first_row, ahead = panel + kPanelsAhead;
   const int64_t end_ahead = ahead + kPanels < a.num_panels() ? ahead + kPanels : a.num_panels();
-  const auto tile = [&](auto count) {
+  in_row_tiles<kTileRows>(item.end_row - row, [&](auto count) {
     int8_tile<T, count.value, kPanels>(a, rows, row, panel, ahead < end_ahead ? ahead++ : panel);
     row += count.value;
-  };
-  while (row + kTileRows <= item.end_row) tile(Count<kTileRows>{});
-  if constexpr (kTileRows > 4)
-    while (row + 4 <= item.end_row) tile(Count<4>{});
-  while (row < item.end_row) tile(Count<1>{});
+  });
 }
 
 template <class T>

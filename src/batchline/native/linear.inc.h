@@ -105,15 +105,11 @@ void linear_columns(const LinearArgs& a, const LinearItem& item, int64_t panel) 
   for (int64_t pair = 0; pair < divide_up(a.inputs, kPair<T>); pair += kDepth) {
     int64_t row = item.first_row, ahead = panel + kPanelsAhead;
     const int64_t end_ahead = ahead + kPanels < a.num_panels() ? ahead + kPanels : a.num_panels();
-    const auto tile = [&](auto rows) {
+    in_row_tiles<kTileRows>(item.end_row - row, [&](auto rows) {
       linear_tile<T, rows.value, kPanels>(a, row, panel, ahead < end_ahead ? ahead++ : panel, pair,
                                           carried + (row - item.first_row) * kPanels * kPanel);
       row += rows.value;
-    };
-    while (row + kTileRows <= item.end_row) tile(Count<kTileRows>{});
-    if constexpr (kTileRows > 3)
-      while (row + 3 <= item.end_row) tile(Count<3>{});
-    while (row < item.end_row) tile(Count<1>{});
+    });
   }
 }
 

@@ -15,6 +15,19 @@ struct Count {
   static constexpr int value = kCount;
 };
 
+// Calls tile(Count of rows) for all rows in order: kMost at a time, and then in as few tiles as possible of at most four.
+template <int kMost, class Tile>
+inline void in_row_tiles(int64_t rows, Tile tile) {
+  for (; rows >= kMost; rows -= kMost) tile(Count<kMost>{});
+  if constexpr (kMost > 4)
+    for (; rows >= 4; rows -= 4) tile(Count<4>{});
+  if constexpr (kMost > 3)
+    if (rows == 3) tile(Count<3>{});
+  if constexpr (kMost > 2)
+    if (rows == 2) tile(Count<2>{});
+  if (rows == 1) tile(Count<1>{});
+}
+
 template <class V>
 inline V load_bits(const void* from) {
   V bits;
