@@ -226,6 +226,23 @@ def test_any_shape_gives_the_product(
 @has_kernels
 @pytest.mark.parametrize("form", GroupedFormat)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_small_number_of_rows_has_the_bits_of_each_row_alone(
+    kernels: GroupedKernels, form: GroupedFormat, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(4)
+    packed = pack_grouped(random_weight(form, 50, 256))
+    x, alone = torch.randn(14, 256).to(dtype), torch.empty(14, 50, dtype=dtype)
+    for row in range(14):
+        kernels.linear(x[row : row + 1], packed, alone[row : row + 1])
+    for rows in range(2, 15):
+        together = torch.empty(rows, 50, dtype=dtype)
+        kernels.linear(x[:rows], packed, together)
+        assert torch.equal(together, alone[:rows]), rows
+
+
+@has_kernels
+@pytest.mark.parametrize("form", GroupedFormat)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_with_any_number_of_threads(
     kernels: GroupedKernels, form: GroupedFormat, dtype: torch.dtype
 ) -> None:
