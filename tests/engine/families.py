@@ -72,7 +72,9 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
     "gpt2": {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 512},
     "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
     "mixtral": {"num_local_experts": 4, **MOE},
+    "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [1], **MOE},
     "qwen3_moe": {"num_experts": 4, "head_dim": 32, **MOE},
+    "olmoe": {"num_experts": 4, "intermediate_size": 48, "num_experts_per_tok": 2},
     "llama4_text": {  # queries of two layers are scaled by their position, in steps of 24
         "head_dim": 16,
         "no_rope_layers": [1, 0, 1, 0],
@@ -85,10 +87,21 @@ FAMILIES: dict[str, dict[str, Any]] = {  # by model_type, unless it is named
 }
 
 
-UNFUSED = {"starcoder2", "gpt2", "opt", "mixtral", "qwen3_moe", "llama4_text"}
+UNFUSED = {"starcoder2", "gpt2", "opt", "olmoe", "llama4_text"}
 """Families whose layers stay those of `transformers` on CPUs. All others become one native stack."""
 
 FUSED = set(FAMILIES) - UNFUSED
+
+UNQUANTIZED = {
+    "mixtral": "MixtralTopKRouter",
+    "qwen2_moe": "Qwen2MoeTopKRouter",
+    "qwen3_moe": "Qwen3MoeExperts",
+    "olmoe": "OlmoeTopKRouter",
+    "llama4_text": "Llama4TextExperts",
+}
+"""Families that cannot be quantized, and the weights that keep them from it."""
+
+QUANTIZED = [family for family in FAMILIES if family not in UNQUANTIZED]
 
 
 def make_model(family: str, folder: Path, *, seed: int = 0, num_zero_rows: int = 0, **overrides: Any) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, FUSED, assert_greedy, make_model
+from families import FAMILIES, FUSED, QUANTIZED, assert_greedy, make_model
 from transformers import AutoModelForCausalLM
 
 from batchline.config import CacheConfig, DType, EngineConfig, ModelConfig
@@ -70,9 +70,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+@pytest.mark.parametrize(
+    ("family", "quantization"),
+    [(family, None) for family in sorted(FUSED)]
+    + [(family, kind) for family in sorted(FUSED.intersection(QUANTIZED)) for kind in ("int8", "int4")],
+)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", sorted(FUSED))
 @pytest.mark.sample(7)
 def test_models_of_fused_families_are_accepted_in_bfloat16(
     family: str, variant: str, quantization: Any, tmp_path: Path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import COMMON, FAMILIES, FUSED, VOCAB, assert_greedy, make_model
+from families import COMMON, FUSED, QUANTIZED, UNQUANTIZED, VOCAB, assert_greedy, make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.activations import ACT2FN
@@ -42,8 +42,6 @@ from batchline.native.packing import Gate
 
 has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernels were not built: no C++ compiler")
 
-REFUSED = {"mixtral": "MixtralTopKRouter", "qwen3_moe": "Qwen3MoeExperts", "llama4_text": "Llama4TextExperts"}
-QUANTIZED = [family for family in FAMILIES if family not in REFUSED]
 MAX_TOKENS = 12
 
 
@@ -215,9 +213,9 @@ def test_a_model_that_the_kernels_get_wrong_runs_on_torch(
     assert any(isinstance(module, GroupedLinear) for module in loaded.model.modules())
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", UNQUANTIZED)
 def test_a_model_with_other_weights_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=f"plain linear layers, but .+ \\({REFUSED[family]}\\)"):
+    with pytest.raises(UnsupportedModel, match=f"plain linear layers, but .+ \\({UNQUANTIZED[family]}\\)"):
         load_model(config(make_model(family, tmp_path)))
 
 

@@ -26,6 +26,7 @@ from batchline.engine.kv_cache import CacheGroup, by_layer
 from batchline.engine.layer_families import ACTIVATIONS, LayerFamily, family_of
 from batchline.engine.linear_layers import AnyLinear, LinearFormat, picked
 from batchline.engine.native_cache import NativeLayout
+from batchline.engine.native_experts import use_native_experts
 from batchline.engine.replay import MAX_ROWS, Rotary, StepReplay
 from batchline.native.library import CacheArgs, NativeKernels
 from batchline.native.packing import Gate
@@ -39,6 +40,7 @@ that is replayed must be a single part (`replay.MAX_ROWS`)."""
 class FusedLayer:
     """One decoder layer's weights. See `LayerFamily` for its norms, of which all have the same eps.
 
+    mlp: gate and up, and down; or a module of `transformers`, for a mixture of experts.
     rotary: the index of its rotary embedding; None if it does not rotate. residual_scale: of results before they are
     added. head_norms: weights of the query and key norms, and their eps, if it has them. has_wide_norms: whether these
     norms are over all heads together.
@@ -57,8 +59,7 @@ class FusedLayer:
     has_wide_norms: bool
     qkv: AnyLinear
     attention_out: AnyLinear
-    gate_up: AnyLinear
-    down: AnyLinear
+    mlp: tuple[AnyLinear, AnyLinear] | nn.Module
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +95,14 @@ class Workspace:
     They are reused from step to step, because the system would zero fresh memory page by page each time.
     """
 
-    def __init__(self, layer: FusedLayer, like: torch.Tensor, max_rows: int) -> None:
+    def __init__(self, layers: Sequence[FusedLayer], like: torch.Tensor, max_rows: int) -> None:
+        layer = layers[0]
         group, hidden, part = layer.group, like.shape[1], min(max_rows, PART_ROWS)
+        widths = [layer.mlp[0].num_outputs for layer in layers if isinstance(layer.mlp, tuple)]
         self.max_rows = max_rows
         self.delta = like.new_empty(max_rows, hidden)
         self._normed = like.new_empty(part, hidden)
-        self._activated = like.new_empty(part, layer.gate_up.num_outputs)
+        self._activated = like.new_empty(part, max(widths, default=0))
         self._qkv = like.new_empty(max_rows, layer.qkv.num_outputs)
         keys_from = group.num_heads * group.key_dim
         values_from = keys_from + group.num_kv_heads * group.key_dim
@@ -178,14 +181,14 @@ class FusedStack(nn.Module):
         None. The next step may overwrite both. hidden_states: (num_tokens, hidden), unchanged."""
         if added is None and self._replay.takes(layout):
             if self._kept_workspace is None:
-                self._kept_workspace = Workspace(self._layers[0], hidden_states, MAX_ROWS)
+                self._kept_workspace = Workspace(self._layers, hidden_states, MAX_ROWS)
             layers = partial(self._run, self._kept_workspace)
             x, has_delta = self._replay(layers, hidden_states, rotaries, layout)
             return x, self._kept_workspace.delta[: len(x)] if has_delta else None
         x = hidden_states.clone()  # updated in place from layer to layer
         if self._workspace is None or self._workspace.max_rows < len(x):
             self._workspace = None  # free the old one before the new one is allocated
-            self._workspace = Workspace(self._layers[0], x, len(x))
+            self._workspace = Workspace(self._layers, x, len(x))
         return x, self._run(self._workspace, x, rotaries, layout, added)
 
     @staticmethod
@@ -237,7 +240,7 @@ class FusedStack(nn.Module):
         """The rest of a layer after attention. Returns whether delta is still to be added to x."""
         layer.attention_out(rows.attended, rows.delta)
         has_delta = self._is_left(layer, layer.attention_output_norm, rows)
-        self._gated_mlp(layer, self._normed(layer, layer.mlp_norm, rows, has_delta=has_delta), rows)
+        self._run_mlp(layer, self._normed(layer, layer.mlp_norm, rows, has_delta=has_delta), rows)
         return self._is_left(layer, layer.mlp_output_norm, rows)
 
     def _normed(
@@ -257,10 +260,14 @@ class FusedStack(nn.Module):
         self._kernels.rms_norm(rows.delta, norm, layer.eps, rows.x, is_added=True)
         return False
 
-    def _gated_mlp(self, layer: FusedLayer, normed: torch.Tensor, rows: RowBuffers) -> None:
+    def _run_mlp(self, layer: FusedLayer, normed: torch.Tensor, rows: RowBuffers) -> None:
         """delta = the MLP's output for normed."""
-        layer.gate_up(normed, rows.activated)
-        layer.down(rows.activated, rows.delta)
+        if isinstance(layer.mlp, nn.Module):
+            rows.delta.copy_(layer.mlp(normed.unsqueeze(0))[0])
+            return
+        gate_up, down = layer.mlp
+        gate_up(normed, rows.activated)
+        down(rows.activated, rows.delta)
 
 
 class NativeRMSNorm(nn.Module):
@@ -354,7 +361,7 @@ def _types(decoder: Any) -> tuple[str, ...]:
 def _fused_layer(
     family: LayerFamily, decoder: Any, layer: Any, group: CacheGroup, linear_format: LinearFormat
 ) -> FusedLayer:
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
     norms = [
         None if name is None else getattr(layer, name)
         for name in (family.input_norm, family.attention_output_norm, family.mlp_norm, family.mlp_output_norm)
@@ -379,9 +386,19 @@ def _fused_layer(
         has_wide_norms=head_norms is not None and len(head_norms[0]) != group.key_dim,
         qkv=linear_format.join(*_projections(family, decoder, attention, group)),
         attention_out=linear_format.join(attention.o_proj),
-        gate_up=linear_format.gate(*_gate_and_up(family, mlp), _activation(family, decoder)),
-        down=linear_format.join(mlp.down_proj),
+        mlp=_mlp(family, decoder, layer.mlp, linear_format),
     )
+
+
+def _mlp(
+    family: LayerFamily, decoder: Any, mlp: Any, linear_format: LinearFormat
+) -> tuple[AnyLinear, AnyLinear] | nn.Module:
+    if hasattr(mlp, "experts"):
+        use_native_experts(mlp, linear_format)
+        assert isinstance(mlp, nn.Module)
+        return mlp
+    gate_up = linear_format.gate(*_gate_and_up(family, mlp), _activation(family, decoder))
+    return gate_up, linear_format.join(mlp.down_proj)
 
 
 def _activation(family: LayerFamily, decoder: Any) -> Gate:

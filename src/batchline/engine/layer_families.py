@@ -25,7 +25,8 @@ def _always(_attention: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerFamily:
-    """Decoder layers of rotary attention and a gated MLP. The defaults are Llama's; names are those of attributes.
+    """Decoder layers of rotary attention and a gated MLP, or a mixture of experts. The defaults are Llama's; names are
+    those of attributes.
 
     input_norm, mlp_norm: the layer's norms before attention and before the MLP. attention_output_norm, mlp_output_norm:
     those of their results, before these are added to the rows. None: there is no such norm.
@@ -92,14 +93,18 @@ FAMILIES = {
     "llama.LlamaModel": LLAMA,
     "ministral.MinistralModel": LLAMA,
     "mistral.MistralModel": LLAMA,
+    "mixtral.MixtralModel": LLAMA,
     "olmo2.Olmo2Model": OLMO2,
     "olmo3.Olmo3Model": replace(OLMO2, has_rotary_by_type=True),
     "phi3.Phi3Model": replace(LLAMA, has_joined_qkv=True, has_joined_gate=True),
     "qwen2.Qwen2Model": LLAMA,
+    "qwen2_moe.Qwen2MoeModel": LLAMA,
     "qwen2_vl.Qwen2VLTextModel": LLAMA,
     "qwen2_5_vl.Qwen2_5_VLTextModel": LLAMA,
     "qwen3.Qwen3Model": LLAMA,
+    "qwen3_moe.Qwen3MoeModel": LLAMA,
     "qwen3_vl.Qwen3VLTextModel": LLAMA,
+    "qwen3_vl_moe.Qwen3VLMoeTextModel": LLAMA,
     "seed_oss.SeedOssModel": LLAMA,
     "smollm3.SmolLM3Model": replace(LLAMA, rotates=lambda attention: bool(attention.use_rope)),
 }

@@ -167,11 +167,15 @@ def picked(linear: Any, rows: Rows) -> Any:
     """A layer of the same kind with some of a linear layer's outputs."""
     if not isinstance(linear, nn.Linear):
         return linear.picked(rows)
-    weight = linear.weight[rows]
-    part = nn.Linear(linear.in_features, len(weight), bias=False, device="meta")
-    part.weight = nn.Parameter(weight, requires_grad=False)
-    part.bias = None if linear.bias is None else nn.Parameter(linear.bias[rows], requires_grad=False)
-    return part
+    return linear_of(linear.weight[rows], None if linear.bias is None else linear.bias[rows])
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """A linear layer with this weight, (outputs, inputs), and bias, (outputs,)."""
+    linear = nn.Linear(weight.shape[1], len(weight), bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+    return linear
 
 
 def quantize_linears(name: str, model: Any) -> None:

@@ -56,6 +56,7 @@ from batchline.engine.linear_layers import (
 from batchline.engine.media_encoders import FAMILIES
 from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
+from batchline.engine.native_experts import has_native_experts, use_native_experts
 from batchline.engine.native_head import use_native_head
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
@@ -185,9 +186,8 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
         quantize_linears(config.model, model)
     if kernels is not None and not _use_kernels(config, model, probe, kernels):
         reason = _refused(kernels, "the whole model")
-        if (
-            can_fuse(model, probe.groups) or config.quantization is not None or formats is not None
-        ):  # its weights were repacked
+        is_repacked = can_fuse(model, probe.groups) or has_native_experts(model)
+        if is_repacked or config.quantization is not None or formats is not None:
             del model, whole, media, probe
             gc.collect()  # its parts refer to each other, and two models may not fit
             return load_model(config, refusal=reason)
@@ -336,8 +336,10 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
     int8_kernels = open_int8_kernels(config.cpu_kernels) if config.quantization == "int8" else None
     if can_fuse(model, probe.groups):
         fuse(model, probe.groups, kernels, _linear_format(config, model, kernels))
-    elif int8_kernels is not None:
-        use_int8_kernels(model, int8_kernels)
+    else:
+        use_native_experts(model, FloatFormat(kernels))
+        if int8_kernels is not None:
+            use_int8_kernels(model, int8_kernels)
     if grouped_kernels is not None:
         use_grouped_kernels(model, grouped_kernels)
     if not whole_model_only_rounds(model, probe, kernels, own):

@@ -109,7 +109,9 @@ class CudaFusedStack(nn.Module):
             x, normed = add_rms_norm(x, delta, layer.input_norm, layer.eps)
             delta = _attention(index, layer, normed, rotary, step_layout)
             x, normed = add_rms_norm(x, delta, layer.mlp_norm, layer.eps)
-            delta = _product(layer.down, _product(layer.gate_up, normed))
+            assert isinstance(layer.mlp, tuple)
+            gate_up, down = layer.mlp
+            delta = _product(down, _product(gate_up, normed))
             if added is not None and index < len(added[1]):
                 x = x.index_add(0, added[0], added[1][index])
         return (x if delta is None else x + delta).unsqueeze(0)

@@ -1,0 +1,117 @@
+"""Stacked experts on the native kernels: the same sums as in torch, for every layer that has their usual form."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from families import make_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from batchline.config import ModelConfig
+from batchline.engine.fusion import FusedStack
+from batchline.engine.linear_layers import FloatFormat
+from batchline.engine.model_loader import load_model
+from batchline.engine.native_experts import (
+    PART_ROWS,
+    NativeExperts,
+    has_native_experts,
+    is_stacked,
+    native_experts,
+    use_native_experts,
+)
+from batchline.native.library import open_kernels
+
+KERNELS = open_kernels("auto")
+pytestmark = pytest.mark.skipif(KERNELS is None, reason="the native kernels were not built: no C++ compiler")
+
+SIZES = {"hidden_size": 40, "moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3}
+
+
+def mixture(model_type: str = "qwen3_moe", **settings: Any) -> Any:
+    """A layer's MLP with random weights."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        model_type,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=50,
+        **{"initializer_range": 0.3, **SIZES, **settings},
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().model.layers[0].mlp
+
+
+def in_native(module: Any) -> Any:
+    assert KERNELS is not None
+    changed = copy.deepcopy(module)
+    use_native_experts(changed, FloatFormat(KERNELS))
+    assert has_native_experts(changed)
+    return changed
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 130, PART_ROWS + 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+@torch.inference_mode()
+def test_rows_are_those_of_the_experts_in_torch(activation: str, dtype: torch.dtype, rows: int) -> None:
+    own = mixture(hidden_act=activation)
+    x = torch.randn(1, rows, 40)
+    found, expected = in_native(own.to(dtype))(x.to(dtype)), own.float()(x.to(dtype).float())
+    error = (found.float() - expected).norm() / expected.norm()
+    assert error < (1e-5 if dtype is torch.float32 else 0.02)
+
+
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_the_rows_around_it() -> None:
+    experts, x = in_native(mixture()).experts, torch.randn(60, 40)
+    chosen = torch.rand(60, 6).topk(3).indices
+    weights = torch.rand(60, 3)
+    together = experts(x, chosen, weights)
+    for row in range(60):
+        own = slice(row, row + 1)
+        assert torch.equal(experts(x[own], chosen[own], weights[own]), together[own])
+
+
+@torch.inference_mode()
+def test_an_expert_that_no_row_goes_to_costs_nothing_and_changes_nothing() -> None:
+    own = mixture(num_experts_per_tok=1)
+    own.gate.weight.zero_()
+    own.gate.weight[2] = 1.0
+    x = torch.ones(1, 5, 40)
+    torch.testing.assert_close(in_native(own)(x), own(x))
+
+
+@pytest.mark.parametrize(
+    ("settings", "takes"),
+    [
+        ({}, True),
+        ({"hidden_act": "relu"}, False),
+        ({"moe_intermediate_size": 25}, False),
+        ({"model_type": "gpt_oss", "num_local_experts": 4, "intermediate_size": 24, "head_dim": 20}, False),
+        ({"model_type": "mixtral", "num_local_experts": 4, "intermediate_size": 24}, True),
+    ],
+    ids=lambda value: str(value),
+)
+def test_only_experts_of_the_usual_form_are_taken(settings: dict[str, Any], takes: bool) -> None:
+    assert is_stacked(mixture(**settings).experts) is takes
+
+
+def test_the_experts_are_the_models_own_again_after_the_block() -> None:
+    assert KERNELS is not None
+    block = mixture()
+    own = block.experts
+    with native_experts(block, FloatFormat(KERNELS)):
+        assert isinstance(block.experts, NativeExperts)
+    assert block.experts is own
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
+def test_a_model_with_experts_runs_them_on_the_kernels(family: str, tmp_path: Path) -> None:
+    settings = ModelConfig(model=str(make_model(family, tmp_path)), dtype="float32", device="cpu")
+    model = load_model(settings, KERNELS).model
+    stacks = [module for module in model.modules() if isinstance(module, FusedStack)]
+    mlps = [layer.mlp for stack in stacks for layer in stack._layers]
+    assert any(isinstance(part, nn.Module) and has_native_experts(part) for part in [model, *mlps])
