@@ -93,10 +93,6 @@ UNFUSED = {"starcoder2", "gpt2", "opt", "olmoe", "llama4_text"}
 FUSED = set(FAMILIES) - UNFUSED
 
 UNQUANTIZED = {
-    "mixtral": "MixtralTopKRouter",
-    "qwen2_moe": "Qwen2MoeTopKRouter",
-    "qwen3_moe": "Qwen3MoeExperts",
-    "olmoe": "OlmoeTopKRouter",
     "llama4_text": "Llama4TextExperts",
 }
 """Families that cannot be quantized, and the weights that keep them from it."""

@@ -25,6 +25,7 @@ from batchline.engine.grouped_layers import (
 )
 from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.model_loader import load_model
+from batchline.engine.native_experts import is_stacked
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import UnsupportedModel
 from batchline.native.grouped import (
@@ -91,6 +92,9 @@ def save_rounded(family: str, folder: Path, to: Path) -> Path:
                 module.weight.copy_(rounded(module.weight.T, GroupedFormat.Q4_0).T)
             elif isinstance(module, nn.Linear) and module is not head:
                 module.weight.copy_(rounded(module.weight, GroupedFormat.Q4_0))
+            elif is_stacked(module):
+                for weight in (*module.gate_up_proj, *module.down_proj):
+                    weight.copy_(rounded(weight, GroupedFormat.Q4_0))
         table.weight.copy_(rounded(table.weight, GroupedFormat.Q6_0))
         if head.weight is not table.weight:
             head.weight.copy_(rounded(head.weight, GroupedFormat.Q6_0))
@@ -131,12 +135,12 @@ def test_every_linear_layer_runs_natively_and_no_float_weight_is_left(family: st
     assert isinstance(model.get_output_embeddings(), NativeGroupedLinear)
     assert isinstance(model.get_input_embeddings(), GroupedEmbedding)
     wide = {name for name, parameter in model.named_parameters() if parameter.ndim > 1}
-    assert all("wpe" in name or "position" in name for name in wide)
+    assert all("wpe" in name or "position" in name or name.endswith(".gate.weight") for name in wide)  # routers
 
 
 def test_a_tied_table_is_stored_once(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(make_model("llama", tmp_path))
-    quantize_to_int4("model", model)
+    quantize_to_int4("model", model, [])
     assert model.get_input_embeddings().packed is model.get_output_embeddings().weight
 
 
@@ -146,7 +150,7 @@ def test_weights_of_the_135m_shape_take_less_than_0_6_bytes_each() -> None:
     shape = AutoConfig.for_model("llama", **{**COMMON, **sizes, "num_hidden_layers": 1, "tie_word_embeddings": True})
     model: Any = AutoModelForCausalLM.from_config(shape)
     num_linear = sum(m.weight.numel() for m in model.model.layers.modules() if isinstance(m, nn.Linear))
-    quantize_to_int4("model", model)
+    quantize_to_int4("model", model, [])
     linear_bytes = sum(m.weight.num_bytes for m in model.model.layers.modules() if isinstance(m, GroupedLinear))
     table_bytes = model.get_input_embeddings().packed.num_bytes // VOCAB * 32_000
     assert (30 * linear_bytes + table_bytes) / (30 * num_linear + 32_000 * 576) < 0.6
@@ -224,4 +228,4 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[2].mlp.up_proj.weight[3, 4] = torch.nan
     with pytest.raises(UnsupportedModel, match=r"layers\.2\.mlp\.up_proj\.weight has numbers that are not finite"):
-        quantize_to_int4("model", model)
+        quantize_to_int4("model", model, [])

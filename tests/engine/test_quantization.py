@@ -19,6 +19,7 @@ from batchline.engine.core import Engine
 from batchline.engine.fusion import FusedStack
 from batchline.engine.linear_layers import Int8Linear, NativeInt8Linear
 from batchline.engine.model_loader import load_model
+from batchline.engine.native_experts import split_experts
 from batchline.engine.native_head import NativeHead
 from batchline.engine.request import GenerationOutput, GenerationRequest, SamplingParams
 from batchline.errors import ModelLoadError, UnsupportedModel
@@ -72,6 +73,7 @@ def emulated(linear: nn.Linear | Conv1D) -> Callable[[torch.Tensor], torch.Tenso
 def emulated_model(folder: Path) -> Any:
     """The model of `transformers` with every linear layer but the head in 8 bits."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    split_experts(model)
     for module in model.modules():
         if isinstance(module, (nn.Linear, Conv1D)) and module is not model.get_output_embeddings():
             module.forward = emulated(module)  # type: ignore[method-assign]
@@ -113,7 +115,8 @@ def test_tokens_are_the_choice_of_the_emulated_model(family: str, cpu_kernels: C
     model = emulated_model(folder)
     outputs = engine_tokens(config(folder, cpu_kernels=cpu_kernels), prompts)
     shortfalls = [shortfall(model, *pair) for pair in zip(prompts, outputs, strict=True)]
-    assert shortfalls.count(0) >= len(prompts) - 2
+    is_mixture = hasattr(model.config, "num_experts_per_tok")  # the last bit may send a row to another expert
+    assert shortfalls.count(0) >= len(prompts) - (3 if is_mixture else 2)
     assert max(shortfalls) < NEARLY_EQUAL
 
 
@@ -172,7 +175,7 @@ def test_every_linear_layer_but_the_head_runs_on_bytes_natively(family: str, tmp
     model = load_model(config(make_model(family, tmp_path)), open_kernels("auto")).model
     kinds = {type(module) for module in model.modules()}
     assert (FusedStack in kinds) == (family in FUSED)
-    assert (NativeInt8Linear in kinds) == (family not in FUSED)
+    assert (NativeInt8Linear in kinds) == (family not in FUSED or family == "qwen2_moe")  # its shared expert
     assert Int8Linear not in kinds
     assert not [module for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))]
     assert isinstance(model.get_output_embeddings(), NativeHead)  # type: ignore[operator]

@@ -141,6 +141,7 @@ class FusedStack(nn.Module):
         super().__init__()
         self._kernels = kernels
         self._layers = layers
+        self.mixtures = nn.ModuleList(layer.mlp for layer in layers if isinstance(layer.mlp, nn.Module))
         self._rotary_by_type = rotary_by_type
         self._workspace: Workspace | None = None
         self._kept_workspace: Workspace | None = None

@@ -7,7 +7,7 @@ loaded model (`quantize_to_int4`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,11 +135,11 @@ class GroupedLayers:
         return self.floats.join(linear)
 
 
-def quantize_to_int4(name: str, model: Any) -> None:
-    """Replace the model's linear layers by layers of 4 bits, and its embedding table and head, which lose more by
-    rounding, by layers of 6 bits. In place. Raises: UnsupportedModel, before any change.
+def quantize_to_int4(name: str, model: Any, kept: Iterable[nn.Module]) -> None:
+    """Replace the model's linear layers, except those in `kept`, by layers of 4 bits, and its embedding table and head,
+    which lose more by rounding, by layers of 6 bits. In place. Raises: UnsupportedModel, before any change.
     """
-    linears = plain_linears(name, "int4", model, [model.get_output_embeddings()])
+    linears = plain_linears(name, "int4", model, [model.get_output_embeddings(), *kept])
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     for path, parameter in model.named_parameters():
         if parameter.ndim > 1 and not bool(parameter.abs().amax() < LARGEST_WEIGHT):

@@ -6,13 +6,13 @@ model is loaded.
 Bytes (int8) replace the weights of every plain linear layer between the embeddings and the language-model head; those
 two are not changed. A weight has a scale per output, and activations get one per row (token) at run time. Sums are
 exact integers, so every way of running such a layer gives the same numbers, independent of the batch. Norms are not
-changed either. Other weights (such as a mixture's stacked experts) cannot be quantized, and a model with such weights
-is refused.
+changed either. Other kinds of weights cannot be quantized, and a model with such weights is refused.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -178,9 +178,10 @@ def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Line
     return linear
 
 
-def quantize_linears(name: str, model: Any) -> None:
-    """Replace the model's linear layers by `Int8Linear`, in place. Raises: UnsupportedModel, before any change."""
-    for path, linear in plain_linears(name, "int8", model, [model.get_output_embeddings()]):
+def quantize_linears(name: str, model: Any, kept: Iterable[nn.Module]) -> None:
+    """Replace the model's linear layers, except its head and those in `kept`, by `Int8Linear`, in place. Raises:
+    UnsupportedModel, before any change."""
+    for path, linear in plain_linears(name, "int8", model, [model.get_output_embeddings(), *kept]):
         model.set_submodule(path, Int8Linear(linear))
 
 

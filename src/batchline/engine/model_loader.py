@@ -56,7 +56,7 @@ from batchline.engine.linear_layers import (
 from batchline.engine.media_encoders import FAMILIES
 from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
-from batchline.engine.native_experts import has_native_experts, use_native_experts
+from batchline.engine.native_experts import has_native_experts, routers, split_experts, use_native_experts
 from batchline.engine.native_head import use_native_head
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
@@ -175,15 +175,17 @@ def load_model(config: ModelConfig, kernels: NativeKernels | None = None, refusa
     model, media = _parts(config, whole)
     formats = formats_of(config.model)
     work = linear_work(model) if config.quantization is None and formats is None else None
+    if config.quantization is not None:
+        split_experts(model)
     if config.quantization == "int4":  # before the probe, so that its reference has the same weights
-        quantize_to_int4(config.model, model)
+        quantize_to_int4(config.model, model, routers(model))
     give_row_positions(model)
     probe = probe_model(config.model, model, text_config)
     reason = refusal or (why_no_kernels(config, device) if kernels is None else None)
     if kernels is not None:
         kernels, reason = _usable(config, kernels, model, probe)
     if config.quantization == "int8":
-        quantize_linears(config.model, model)
+        quantize_linears(config.model, model, routers(model))
     if kernels is not None and not _use_kernels(config, model, probe, kernels):
         reason = _refused(kernels, "the whole model")
         is_repacked = can_fuse(model, probe.groups) or has_native_experts(model)
@@ -334,12 +336,13 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
     own = own_hidden_states(model, probe) if config.quantization == "int8" else probe.own
     grouped_kernels = open_grouped_kernels(config.cpu_kernels) if has_grouped_layers(model) else None
     int8_kernels = open_int8_kernels(config.cpu_kernels) if config.quantization == "int8" else None
+    linear_format = _linear_format(config, model, kernels)
     if can_fuse(model, probe.groups):
-        fuse(model, probe.groups, kernels, _linear_format(config, model, kernels))
+        fuse(model, probe.groups, kernels, linear_format)
     else:
-        use_native_experts(model, FloatFormat(kernels))
-        if int8_kernels is not None:
-            use_int8_kernels(model, int8_kernels)
+        use_native_experts(model, linear_format)
+    if int8_kernels is not None:
+        use_int8_kernels(model, int8_kernels)
     if grouped_kernels is not None:
         use_grouped_kernels(model, grouped_kernels)
     if not whole_model_only_rounds(model, probe, kernels, own):

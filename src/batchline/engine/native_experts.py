@@ -1,13 +1,13 @@
 """Experts of mixtures on the native kernels.
 
-`transformers` stacks the weights of a layer's experts into two tensors, in one form for most families. Here each
-expert becomes two packed linear layers, which multiply all tokens of the expert in two native calls. The model's own
-code still decides which experts a token goes to, and with which weights.
+`transformers` stacks the weights of a layer's experts into two tensors, in one form for most families. Here they become
+linear layers of each expert, which can be quantized and packed like any others. An expert's tokens are then multiplied
+in two native calls. The model's own code still decides which experts a token goes to, and with which weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,48 +24,92 @@ PART_ROWS = 1024
 """Rows that are computed together. Each of them has a result for each of its experts until these are added."""
 
 
-class NativeExperts(nn.Module):
-    """All experts of a layer."""
+class SplitExperts(nn.Module):
+    """All experts of a layer, as linear layers in torch."""
 
-    def __init__(self, experts: Any, linear_format: LinearFormat) -> None:
-        """experts: of the form that `is_stacked` accepts."""
+    def __init__(self, experts: Any) -> None:
+        """experts: of the form that `is_stacked` accepts. Their weights are shared."""
         super().__init__()
         activation = _activation(experts)
         assert activation is not None, "the caller asks `is_stacked`"
-        self.num_experts = len(experts.down_proj)
-        self._layers = []
+        self.activation = activation
+        self.act_fn = experts.act_fn
+        self.gates, self.ups, self.downs = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
-            gate, up = map(linear_of, gate_up.chunk(2))
-            self._layers.append((linear_format.gate(gate, up, activation), linear_format.join(linear_of(down))))
+            gate, up = gate_up.chunk(2)
+            self.gates.append(linear_of(gate))
+            self.ups.append(linear_of(up))
+            self.downs.append(linear_of(down))
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """The weighted sum of what each row's experts make of it. hidden_states: (rows, hidden), returned as such;
-        top_k_index, top_k_weights: (rows, experts of a row)."""
-        rows = (slice(first, first + PART_ROWS) for first in range(0, len(hidden_states), PART_ROWS))
-        return torch.cat([self._sums(hidden_states[own], top_k_index[own], top_k_weights[own]) for own in rows])
+        """See `weighted_sums`."""
 
-    def _sums(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        num_rows, num_each = experts.shape
-        chosen = experts.flatten()
-        order = chosen.argsort(stable=True)
-        sorted_x = x[order // num_each]
-        activated = x.new_empty(len(order), self._layers[0][0].num_outputs)
-        results = torch.empty_like(sorted_x)
-        first = 0
-        for expert, count in enumerate(torch.bincount(chosen, minlength=self.num_experts).tolist()):
-            if count == 0:
-                continue
+        def run(expert: int, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.downs[expert](self.act_fn(self.gates[expert](x)) * self.ups[expert](x))
+            return result
+
+        return weighted_sums(run, len(self.downs), hidden_states, top_k_index, top_k_weights)
+
+
+class NativeExperts(nn.Module):
+    """All experts of a layer, on the kernels."""
+
+    def __init__(self, experts: SplitExperts, linear_format: LinearFormat) -> None:
+        super().__init__()
+        self._layers = [
+            (linear_format.gate(gate, up, experts.activation), linear_format.join(down))
+            for gate, up, down in zip(experts.gates, experts.ups, experts.downs, strict=True)
+        ]
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `weighted_sums`."""
+
+        def run(expert: int, x: torch.Tensor) -> torch.Tensor:
             gate_up, down = self._layers[expert]
-            own = slice(first, first + count)
-            gate_up(sorted_x[own], activated[own])
-            down(activated[own], results[own])
-            first += count
-        weighted = results * weights.flatten()[order, None]
-        by_row = torch.empty_like(weighted)
-        by_row[order] = weighted
-        return by_row.view(num_rows, num_each, -1).sum(1).to(x.dtype)
+            activated, result = x.new_empty(len(x), gate_up.num_outputs), torch.empty_like(x)
+            gate_up(x, activated)
+            down(activated, result)
+            return result
+
+        return weighted_sums(run, len(self._layers), hidden_states, top_k_index, top_k_weights)
+
+
+def weighted_sums(
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    num_experts: int,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """For each row, the weighted sum of what its experts make of it, (rows, hidden).
+
+    run: what an expert, by its number, makes of rows, (rows, hidden). x: (rows, hidden); experts, weights: (rows,
+    experts of a row).
+    """
+    rows = (slice(first, first + PART_ROWS) for first in range(0, len(x), PART_ROWS))
+    return torch.cat([_sums(run, num_experts, x[own], experts[own], weights[own]) for own in rows])
+
+
+def _sums(
+    run: Callable[[int, torch.Tensor], torch.Tensor],
+    num_experts: int,
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    chosen = experts.flatten()
+    order = chosen.argsort(stable=True)
+    counts = torch.bincount(chosen, minlength=num_experts).tolist()
+    parts = torch.split(x[order // experts.shape[1]], counts)
+    results = torch.cat([run(expert, part) for expert, part in enumerate(parts) if len(part) > 0])
+    weighted = results * weights.flatten()[order, None]
+    by_row = torch.empty_like(weighted)
+    by_row[order] = weighted
+    return by_row.view(*experts.shape, -1).sum(1).to(x.dtype)
 
 
 def is_stacked(module: Any) -> bool:
@@ -87,15 +131,35 @@ def _activation(experts: Any) -> Gate | None:
     return next((gate for name, gate in ACTIVATIONS.items() if type(ACT2FN[name]) is type(experts.act_fn)), None)
 
 
+def split_experts(model: nn.Module) -> None:
+    """Make all stacked experts linear layers in torch, in place."""
+    for path in [path for path, module in model.named_modules() if is_stacked(module)]:
+        model.set_submodule(path, SplitExperts(model.get_submodule(path)))
+
+
+def routers(model: nn.Module) -> list[nn.Module]:
+    """The modules beside split experts that decide between these: those with a row of weights for each expert."""
+    found: list[nn.Module] = []
+    for module in model.modules():
+        counts = {len(part.downs) for part in module.children() if isinstance(part, SplitExperts)}
+        for part in module.children():
+            weight = getattr(part, "weight", None)
+            if isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) in counts:
+                found.append(part)
+    return found
+
+
 def has_native_experts(model: nn.Module) -> bool:
     """Whether `use_native_experts` has changed the model."""
     return any(isinstance(module, NativeExperts) for module in model.modules())
 
 
 def use_native_experts(model: nn.Module, linear_format: LinearFormat) -> None:
-    """Run all stacked experts on the kernels, in place. Their weights are packed, not stored twice."""
+    """Run all stacked or split experts on the kernels, in place. Their weights are packed, not stored twice."""
     for path in _paths(model):
-        model.set_submodule(path, NativeExperts(model.get_submodule(path), linear_format))
+        experts = model.get_submodule(path)
+        split = experts if isinstance(experts, SplitExperts) else SplitExperts(experts)
+        model.set_submodule(path, NativeExperts(split, linear_format))
 
 
 @contextmanager
@@ -111,4 +175,4 @@ def native_experts(model: nn.Module, linear_format: LinearFormat) -> Iterator[No
 
 
 def _paths(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if is_stacked(module)]
+    return [path for path, module in model.named_modules() if isinstance(module, SplitExperts) or is_stacked(module)]

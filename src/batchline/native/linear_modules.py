@@ -68,16 +68,16 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def plain_linears(
-    name: str, method: str, model: nn.Module, heads: Iterable[nn.Module]
+    name: str, method: str, model: nn.Module, kept: Iterable[nn.Module]
 ) -> list[tuple[str, nn.Linear | Conv1D]]:
-    """The linear layers between the embeddings and the heads, by their paths. method: the quantization they are for.
+    """The model's linear layers except those in `kept`, by their paths. method: the quantization they are for.
 
     Raises: UnsupportedModel if the model has weights of other kinds.
     """
-    kept = {id(parameter) for head in heads for parameter in head.parameters()}
+    kept_ids = {id(parameter) for module in kept for parameter in module.parameters()}
     plain: list[tuple[str, nn.Linear | Conv1D]] = []
     for path, module in model.named_modules():
-        is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept for p in module.parameters(recurse=False))
+        is_kept = isinstance(module, nn.Embedding) or any(id(p) in kept_ids for p in module.parameters(recurse=False))
         if type(module) in (nn.Linear, Conv1D) and not is_kept:
             plain.append((path, module))
         elif (
