@@ -29,7 +29,10 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
 }
+ARCHITECTURES = {"mistral": "llama", "mixtral": "llama", "qwen3_moe": "qwen3moe"}
+"""By the types of `transformers`, where the names differ."""
 
 
 def write_gguf(
@@ -46,11 +49,11 @@ def write_gguf(
     Returns the model in float32 with the numbers that the file holds.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).requires_grad_(False)
-    architecture = "llama" if model.config.model_type == "mistral" else model.config.model_type
+    architecture = ARCHITECTURES.get(model.config.model_type, model.config.model_type)
     tensors = {}
-    for name, parameter in model.named_parameters():
-        stored = _gguf_name(name)
-        kind = next((kind for key, kind in kinds.items() if key in stored), "F32") if parameter.ndim > 1 else "F32"
+    for stored, parameter in (part for item in model.named_parameters() for part in _stored(*item)):
+        is_float = parameter.ndim == 1 or "ffn_gate_inp" in stored
+        kind = "F32" if is_float else next((kind for key, kind in kinds.items() if key in stored), "F32")
         permuted = _permuted(parameter, stored, model.config) if architecture == "llama" else parameter
         raw, numbers = quantize(permuted.numpy(), kind)
         tensors[stored] = (raw, kind)
@@ -79,7 +82,8 @@ def quantize(numbers: NDArray[np.float32], kind: str) -> tuple[NDArray[Any], NDA
     """(what the file holds, its numbers). The gguf package cannot quantize to K formats: their blocks are random, with
     scales that make numbers of about the same size."""
     if kind in ("Q4_K", "Q6_K"):
-        raw = random_blocks(kind, numbers.shape, float(numbers.std()))
+        raw = random_blocks(kind, (numbers.size // numbers.shape[-1], numbers.shape[-1]), float(numbers.std()))
+        raw = raw.reshape(*numbers.shape[:-1], -1)
     else:
         raw = gguf.quantize(numbers, TYPES[kind])
     return raw, gguf.dequantize(raw, TYPES[kind]).astype(np.float32)
@@ -101,6 +105,18 @@ def random_blocks(kind: str, shape: tuple[int, ...], std: float) -> NDArray[np.u
         put(0, std / 150)
         put(2, std / 20)
     return blocks.reshape(shape[0], -1)
+
+
+def _stored(name: str, parameter: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a parameter is in the file, as views of it, with their names."""
+    layer, _, part = name.partition(".mlp.experts.")
+    number = layer.rpartition(".")[2]
+    if part == "gate_up_proj":
+        return [
+            (f"blk.{number}.{stack}.weight", half)
+            for stack, half in zip(("ffn_gate_exps", "ffn_up_exps"), parameter.chunk(2, 1), strict=True)
+        ]
+    return [(f"blk.{number}.ffn_down_exps.weight" if part else _gguf_name(name), parameter)]
 
 
 def _gguf_name(name: str) -> str:
@@ -143,6 +159,11 @@ def _add_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(head_dim)
     writer.add_rope_dimension_count(head_dim)
+    num_experts = getattr(config, "num_experts", getattr(config, "num_local_experts", None))
+    if num_experts is not None:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, model_dir: Path) -> None:

@@ -98,13 +98,14 @@ def test_a_format_has_the_numbers_that_the_gguf_package_gives(kind: str, tmp_pat
 
 
 @pytest.mark.parametrize("cpu_kernels", ["off", "auto"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("kinds", [{"blk": "Q4_0", ".": "Q8_0"}, K_TYPES], ids=["Q4_0", "K"])
 @pytest.mark.sample(3)
 def test_float32_tokens_are_those_of_transformers_on_the_same_numbers(
     family: str, cpu_kernels: CpuKernels, kinds: dict[str, str], tmp_path: Path
 ) -> None:
-    others = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 64}}.get(family, {})
+    mixture = {"head_dim": 64, "moe_intermediate_size": 256, "norm_topk_prob": True}
+    others = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 64}, "qwen3_moe": mixture}.get(family, {})
     folder = make_model(family, tmp_path / "model", **WIDE, **others)
     model = write_gguf(folder, tmp_path / "model.gguf", kinds)
     prompts = make_prompts()

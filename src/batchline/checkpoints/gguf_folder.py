@@ -26,10 +26,19 @@ from batchline.user_state import user_state_dir
 
 logger = logging.getLogger(__name__)
 
-MAKER = "2"
+MAKER = "3"
 """Changes with what this module writes, so that older folders are not used."""
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": ("llama", "LlamaForCausalLM"),
+    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": ("qwen3_moe", "Qwen3MoeForCausalLM"),
+}
+"""The type and the class of a model in `transformers`."""
+
+LLAMA_MIXTURE = ("mixtral", "MixtralForCausalLM")
+"""Those of architecture `llama` with experts."""
 
 KNOWN_SPLITS = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo"})
 """Names of ways to split texts, besides those that transformers knows, that its default does right."""
@@ -126,6 +135,9 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         raise UnsupportedModel(model, f"it rotates only {num_rotated} of the {head_dim} dimensions of a head")
     if not value("attention.causal", True):
         raise UnsupportedModel(model, "its attention is not causal: embedding models are not read from GGUF files")
+    num_experts = int(value("expert_count", 0))
+    is_llama_mixture = architecture == "llama" and num_experts > 0
+    model_type, model_class = LLAMA_MIXTURE if is_llama_mixture else ARCHITECTURES[architecture]
     num_layers = int(value("block_count"))
     described = {
         "embedding_length": (table.shape[1], hidden),
@@ -136,8 +148,8 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         if found != expected:
             raise ModelLoadError(model, f"its {architecture}.{name} does not fit its weights")
     config: dict[str, Any] = {
-        "architectures": [ARCHITECTURES[architecture]],
-        "model_type": architecture,
+        "architectures": [model_class],
+        "model_type": model_type,
         "vocab_size": table.shape[0],
         "hidden_size": hidden,
         "intermediate_size": int(value("feed_forward_length")),
@@ -151,8 +163,14 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in gguf.tensors,
         "torch_dtype": "bfloat16",
     }
-    if architecture == "llama":
+    if model_type == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in gguf.tensors
+    if num_experts:
+        config["num_experts" if model_type == "qwen3_moe" else "num_local_experts"] = num_experts
+        config["num_experts_per_tok"] = int(value("expert_used_count"))
+    if model_type == "qwen3_moe":
+        # as llama.cpp: weights of a token's experts add up to 1, and all layers are mixtures
+        config |= {"moe_intermediate_size": int(value("expert_feed_forward_length")), "norm_topk_prob": True}
     for name, key in (("bos_token_id", "bos_token_id"), ("pad_token_id", "padding_token_id")):
         if (token := metadata.get(f"tokenizer.ggml.{key}")) is not None:
             config[name] = int(token)

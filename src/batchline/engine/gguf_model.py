@@ -7,6 +7,7 @@ BF16 become floats of the model's data type, as do other types, with a warning, 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from batchline.checkpoints.gguf_file import TYPES, GgufTensor, read_gguf
 from batchline.checkpoints.gguf_folder import linked_files
 from batchline.engine.attention import PAGED_ATTENTION
 from batchline.engine.grouped_layers import GroupedEmbedding
+from batchline.engine.native_experts import split_experts
 from batchline.errors import ModelLoadError
 from batchline.native.grouped import GroupedFormat, GroupedWeight, pack_grouped
 from batchline.native.linear_modules import GroupedLinear
@@ -38,7 +40,10 @@ LAYER_NAMES = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
 }
+EXPERT_NAMES = {"ffn_gate_exps": "gates", "ffn_up_exps": "ups", "ffn_down_exps": "downs"}
+"""Stacked weights of a mixture's experts, and their lists in `SplitExperts`."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What the frequencies of the rotary embedding are divided by."""
 
@@ -52,7 +57,8 @@ def load_gguf(name: str, folder: str, config: Any, dtype: torch.dtype) -> Any:
     gguf = read_gguf(name, linked_files(folder))
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
-    tensors = {_hf_name(tensor.name): tensor for tensor in gguf.tensors.values()}
+    split_experts(model)
+    tensors = {_hf_name(part.name): part for tensor in gguf.tensors.values() for part in _by_expert(tensor)}
     factors = tensors.pop(ROPE_FACTORS, None)
     is_permuted = gguf.metadata.get("general.architecture") == "llama"
     for path, module in list(model.named_modules()):
@@ -82,6 +88,25 @@ def formats_of(folder: str) -> str | None:
     return " ".join(("GGUF", *sorted(types)))
 
 
+def _by_expert(tensor: GgufTensor) -> list[GgufTensor]:
+    """Stacked weights as one tensor for each expert, named like `blk.3.ffn_up_exps.5.weight`; others stay."""
+    base, _, kind = tensor.name.rpartition(".")
+    if base.rpartition(".")[2] not in EXPERT_NAMES or len(tensor.shape) != 3:
+        return [tensor]
+    num_experts, *shape = tensor.shape
+    num_bytes = tensor.num_bytes // num_experts
+    return [
+        replace(
+            tensor,
+            name=f"{base}.{expert}.{kind}",
+            shape=tuple(shape),
+            offset=tensor.offset + expert * num_bytes,
+            num_bytes=num_bytes,
+        )
+        for expert in range(num_experts)
+    ]
+
+
 def _hf_name(name: str) -> str:
     """`blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; unknown names stay."""
     base, _, kind = name.rpartition(".")
@@ -89,6 +114,9 @@ def _hf_name(name: str) -> str:
         return f"{TOP_NAMES[base]}.{kind}"
     block, _, rest = base.partition(".")
     number, _, part = rest.partition(".")
+    stack, _, expert = part.partition(".")
+    if block == "blk" and stack in EXPERT_NAMES:
+        return f"model.layers.{number}.mlp.experts.{EXPERT_NAMES[stack]}.{expert}.{kind}"
     return f"model.layers.{number}.{LAYER_NAMES[part]}.{kind}" if block == "blk" and part in LAYER_NAMES else name
 
 
@@ -118,7 +146,8 @@ def _fill(
             )
         found[kind] = tensor
     weight = found.get("weight")
-    if weight is None or weight.type not in KEPT:
+    is_table = isinstance(module, nn.Embedding)
+    if weight is None or weight.type not in KEPT or not (is_table or isinstance(module, nn.Linear)):
         for kind, tensor in found.items():
             numbers = _floats(tensor, dtype)
             numbers = numbers if rows is None else numbers[rows]
@@ -127,7 +156,6 @@ def _fill(
     grouped = _picked(grouped_weight(name, weight), rows)
     bias = _floats(found["bias"], torch.float32) if "bias" in found else None
     packed = pack_grouped(grouped, bias if bias is None or rows is None else bias[rows])
-    is_table = isinstance(module, nn.Embedding)
     model.set_submodule(path, GroupedEmbedding(packed, dtype) if is_table else GroupedLinear(packed))
 
 
