@@ -1,4 +1,4 @@
-"""How fast random models of about 100M parameters run, one of each family whose layers can be fused.
+"""How fast random models of about 100M parameters run (mixtures: that a token uses), one of each family that is fused.
 
     python benchmarks/fused_families.py FAMILY [FAMILY ...] [--threads 2] [--quantization int8|int4]
 
@@ -50,6 +50,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": GEMMA,
     "gemma3_text": GEMMA,
     "glm": {"head_dim": 64},
+    "qwen3_moe": {"head_dim": 64, "num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 384},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1_024},
 }
 SIZES, CONTEXT, STEPS, PROMPT = (1, 8, 64), 256, 24, 2_000
 CACHE_BYTES = 2 << 30

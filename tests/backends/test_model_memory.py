@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,22 @@ from transformers import AutoConfig
 
 from batchline.backends.model_memory import (
     MEMORY_PER_WEIGHT,
+    _file_bytes,
     described_group,
     fits_in_memory,
     memory_need,
     weight_bytes,
 )
-from batchline.config import CacheConfig, Device, DType, EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
+from batchline.config import (
+    CacheConfig,
+    Device,
+    DType,
+    EngineConfig,
+    ModelConfig,
+    Quantization,
+    SchedulerConfig,
+    SpeculationConfig,
+)
 from batchline.engine.core import Engine
 from batchline.engine.draft_model import Drafter
 from batchline.engine.kv_cache import by_layer
@@ -242,3 +253,16 @@ def test_weights_of_4_bits_count_with_their_scales() -> None:
     packed = {id(m.weight): m.weight.num_bytes for m in model.modules() if isinstance(m, GroupedLinear)}
     resident = sum(packed.values()) + sum(p.numel() * p.element_size() for p in model.parameters())
     assert weight_bytes(config, "generate", is_loaded=True) == resident
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_stacked_experts_count_like_linear_layers(quantization: Quantization, tmp_path: Path) -> None:
+    experts = {
+        "model.layers.0.mlp.experts.gate_up_proj": (4, 6, 64),
+        "model.layers.0.mlp.experts.down_proj": (4, 64, 3),
+    }
+    save_file({name: np.zeros(shape, np.float32) for name, shape in experts.items()}, tmp_path / "stacked.safetensors")
+    rows = {f"linear{number}.weight": (shape[0] * shape[1], shape[2]) for number, shape in enumerate(experts.values())}
+    save_file({name: np.zeros(shape, np.float32) for name, shape in rows.items()}, tmp_path / "rows.safetensors")
+    stacked, plain = (_file_bytes(tmp_path / f"{name}.safetensors", 4, quantization) for name in ("stacked", "rows"))
+    assert stacked == plain < 4 * sum(math.prod(shape) for shape in experts.values())

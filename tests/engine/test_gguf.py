@@ -221,11 +221,13 @@ def test_a_changed_file_is_read_anew(tmp_path: Path) -> None:
     assert engine_config(path).model.model != first
 
 
-def test_a_plan_counts_the_weights_as_they_are_stored(tmp_path: Path) -> None:
-    write_gguf(make_model("llama", tmp_path / "model", **WIDE), tmp_path / "model.gguf", K_TYPES)
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_plan_counts_the_weights_as_they_are_stored(family: str, tmp_path: Path) -> None:
+    write_gguf(make_model(family, tmp_path / "model", **WIDE), tmp_path / "model.gguf", K_TYPES)
     config = engine_config(tmp_path / "model.gguf", dtype="bfloat16")
-    loaded = load_model(replace(config.model, cpu_kernels="off")).model
-    packed = {id(m.weight): m.weight.num_bytes for m in loaded.modules() if isinstance(m, GroupedLinear)}
+    loaded: Any = load_model(replace(config.model, cpu_kernels="off")).model
+    weights = [module.weight for module in loaded.modules() if isinstance(module, GroupedLinear)]
+    packed = {id(weight): weight.num_bytes for weight in (*weights, loaded.get_input_embeddings().packed)}
     resident = sum(packed.values()) + sum(2 * p.numel() for p in loaded.parameters())
     assert weight_bytes(config.model, "generate") == resident
     need = memory_need(config, "generate")

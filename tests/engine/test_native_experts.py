@@ -10,7 +10,7 @@ from families import make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from batchline.config import ModelConfig
+from batchline.config import DType, ModelConfig
 from batchline.engine.fusion import FusedStack
 from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.model_loader import load_model
@@ -19,7 +19,9 @@ from batchline.engine.native_experts import (
     NativeExperts,
     has_native_experts,
     is_stacked,
-    native_experts,
+    native_experts_in_float32,
+    routers,
+    split_experts,
     use_native_experts,
 )
 from batchline.native.library import open_kernels
@@ -99,18 +101,36 @@ def test_only_experts_of_the_usual_form_are_taken(settings: dict[str, Any], take
     assert is_stacked(mixture(**settings).experts) is takes
 
 
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({}, ["gate"]),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 10}, ["gate"]),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [3], "num_shared_expert": [1], "head_dim": 20}, ["gate.wg"]),
+    ],
+    ids=lambda value: str(value),
+)
+def test_routers_are_found_also_inside_of_other_modules(settings: dict[str, Any], names: list[str]) -> None:
+    """Bug: a router inside of another module was quantized, and its code then failed."""
+    block = mixture(**settings)
+    split_experts(block)
+    found = routers(block)
+    assert [name for name, module in block.named_modules() if module in found] == names
+
+
 def test_the_experts_are_the_models_own_again_after_the_block() -> None:
     assert KERNELS is not None
     block = mixture()
     own = block.experts
-    with native_experts(block, FloatFormat(KERNELS)):
+    with native_experts_in_float32(block, FloatFormat(KERNELS)):
         assert isinstance(block.experts, NativeExperts)
     assert block.experts is own
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "qwen3_moe", "mixtral", "olmoe"])
-def test_a_model_with_experts_runs_them_on_the_kernels(family: str, tmp_path: Path) -> None:
-    settings = ModelConfig(model=str(make_model(family, tmp_path)), dtype="float32", device="cpu")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_with_experts_runs_them_on_the_kernels(family: str, dtype: DType, tmp_path: Path) -> None:
+    settings = ModelConfig(model=str(make_model(family, tmp_path)), dtype=dtype, device="cpu")
     model = load_model(settings, KERNELS).model
     stacks = [module for module in model.modules() if isinstance(module, FusedStack)]
     mlps = [layer.mlp for stack in stacks for layer in stack._layers]

@@ -45,6 +45,9 @@ _EMBEDDINGS = re.compile("embed|wte|wpe|lm_head")
 KEPT_SIZES = {"Q4_0": 18 / 32, "Q5_0": 26 / 32, "Q8_0": 34 / 32, "Q4_K": 148 / 256, "Q6_K": 210 / 256}
 """Bytes of a weight in memory, of the formats of GGUF that stay as they are."""
 
+_EXPERTS = re.compile(r"\.experts\.\w+$")
+"""Matches the names of stacked experts, which are quantized like so many linear layers."""
+
 _POSITIONS = re.compile("wpe|embed_positions|position_embeddings")
 """Matches the names of tables that int4 does not change either."""
 
@@ -314,18 +317,19 @@ def _gguf_bytes(gguf: GgufModel, item_size: int) -> int:
     return sum(
         int(prod(tensor.shape) * KEPT_SIZES.get(tensor.type, item_size))
         for name, tensor in gguf.tensors.items()
-        if len(tensor.shape) == 2 or tensor.type not in KEPT_SIZES
+        if len(tensor.shape) > 1 or tensor.type not in KEPT_SIZES
     )
 
 
 def _tensor_bytes(name: str, shape: list[int], item_size: int, quantization: Quantization | None) -> int:
     is_table = _EMBEDDINGS.search(name) is not None
-    if quantization is None or len(shape) != 2 or (is_table and quantization == "int8") or _POSITIONS.search(name):
+    is_matrix = len(shape) == 2 or (len(shape) == 3 and _EXPERTS.search(name) is not None)
+    if quantization is None or not is_matrix or (is_table and quantization == "int8") or _POSITIONS.search(name):
         return prod(shape) * item_size
     if quantization == "int8":
         return prod(shape)
     linear, table = GROUP_BYTES[quantization]
-    return shape[0] * -(-shape[1] // GROUP) * (table if is_table else linear)
+    return prod(shape[:-1]) * -(-shape[-1] // GROUP) * (table if is_table else linear)
 
 
 def _dtype(model: ModelConfig, task: Task) -> str:

@@ -7,6 +7,7 @@ in two native calls. The model's own code still decides which experts a token go
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,7 +143,8 @@ def routers(model: nn.Module) -> list[nn.Module]:
     found: list[nn.Module] = []
     for module in model.modules():
         counts = {len(part.downs) for part in module.children() if isinstance(part, SplitExperts)}
-        for part in module.children():
+        beside = [part for part in module.children() if not isinstance(part, SplitExperts)] if counts else []
+        for part in (inner for outer in beside for inner in outer.modules()):
             weight = getattr(part, "weight", None)
             if isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) in counts:
                 found.append(part)
@@ -157,16 +159,20 @@ def has_native_experts(model: nn.Module) -> bool:
 def use_native_experts(model: nn.Module, linear_format: LinearFormat) -> None:
     """Run all stacked or split experts on the kernels, in place. Their weights are packed, not stored twice."""
     for path in _paths(model):
-        experts = model.get_submodule(path)
-        split = experts if isinstance(experts, SplitExperts) else SplitExperts(experts)
-        model.set_submodule(path, NativeExperts(split, linear_format))
+        model.set_submodule(path, NativeExperts(_split(model.get_submodule(path)), linear_format))
+
+
+def _split(experts: nn.Module) -> SplitExperts:
+    return experts if isinstance(experts, SplitExperts) else SplitExperts(experts)
 
 
 @contextmanager
-def native_experts(model: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
-    """The same inside the block; their weights are then stored twice."""
+def native_experts_in_float32(model: nn.Module, linear_format: LinearFormat) -> Iterator[None]:
+    """The same inside the block, with float32 copies of their weights."""
     own = {path: model.get_submodule(path) for path in _paths(model)}
-    use_native_experts(model, linear_format)
+    for path, experts in own.items():
+        wide = copy.deepcopy(_split(experts)).float()
+        model.set_submodule(path, NativeExperts(wide, linear_format))
     try:
         yield
     finally:

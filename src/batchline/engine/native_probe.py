@@ -20,7 +20,7 @@ from batchline.engine.fusion import can_fuse, fused_stack
 from batchline.engine.kv_cache import CacheShape
 from batchline.engine.linear_layers import LinearFormat
 from batchline.engine.native_cache import NativeKVCache, NativeLayout
-from batchline.engine.native_experts import native_experts
+from batchline.engine.native_experts import native_experts_in_float32
 from batchline.engine.probe import Probe, first_layers_in_float32, run_to_head
 from batchline.native.agreement import agree, row_errors
 from batchline.native.library import NativeKernels
@@ -66,7 +66,7 @@ def _log(what: str, hidden: torch.Tensor, own: torch.Tensor, reference: torch.Te
 def _perhaps_fused(model: Any, probe: Probe, kernels: NativeKernels, linear_format: LinearFormat) -> Iterator[None]:
     """Inside the block, the model's layers are fused if they can be, and stacked experts run on the kernels."""
     if not can_fuse(model, probe.groups):
-        with native_experts(model, linear_format):
+        with native_experts_in_float32(model, linear_format):
             yield
         return
     decoder = model.model
