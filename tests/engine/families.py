@@ -92,6 +92,9 @@ UNFUSED = {"starcoder2", "gpt2", "opt", "olmoe", "llama4_text"}
 
 FUSED = set(FAMILIES) - UNFUSED
 
+MIXTURES = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe"}
+"""Families whose experts run on the native kernels, as many calls as the routing asks for."""
+
 UNQUANTIZED = {
     "llama4_text": "Llama4TextExperts",
 }

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FUSED, make_model
+from families import FUSED, MIXTURES, make_model
 
 from batchline.config import CacheConfig, EngineConfig, ModelConfig, SpeculationConfig
 from batchline.engine import fusion, replay
@@ -68,7 +68,7 @@ def test_replayed_steps_give_the_same_bits(
     folder = make_model(family, tmp_path)
     engine = Engine(config_of(folder, **settings))
     first, second = answers(engine, 5, 20, 9), answers(engine, 30, 2, 17)
-    assert sorted(replay_of(engine)._recorded) == [False, True]
+    assert sorted(replay_of(engine)._recorded) == ([] if family in MIXTURES else [False, True])
     monkeypatch.setattr(replay, "MAX_ROWS", 0)
     plain = Engine(config_of(folder, **settings))
     assert (first, second) == (answers(plain, 5, 20, 9), answers(plain, 30, 2, 17))
@@ -127,13 +127,13 @@ def test_a_new_cache_is_recorded_again(tmp_path: Path) -> None:
 
 def test_layers_with_work_of_torch_are_not_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bug: gate and up projections of different formats are multiplied by torch, into memory that is freed."""
-    multiply = FusedStack._gated_mlp
+    multiply = FusedStack._run_mlp
 
     def and_use_torch(stack: FusedStack, layer: Any, normed: Any, buffers: Any) -> None:
         multiply(stack, layer, normed, buffers)
         buffers.delta.mul_(1)
 
-    monkeypatch.setattr(FusedStack, "_gated_mlp", and_use_torch)
+    monkeypatch.setattr(FusedStack, "_run_mlp", and_use_torch)
     folder = make_model("llama", tmp_path)
     engine = Engine(config_of(folder, dtype="float32"))
     found = answers(engine, 5, 20, 9)

@@ -71,7 +71,8 @@ def test_a_twin_stores_no_weight_again_and_its_model_computes_what_it_did(tmp_pa
     assert sum(size for _, size in memory) == bytes_before
     (stack,) = twin.model.layers  # type: ignore[union-attr]
     for layer in stack._layers:  # type: ignore[union-attr]
-        for weight in (layer.qkv.weight, layer.qkv.bias, layer.gate_up.both.weight, layer.down.weight):
+        gate_up, down = layer.mlp
+        for weight in (layer.qkv.weight, layer.qkv.bias, gate_up.both.weight, down.weight):
             storage = weight.untyped_storage()
             assert (storage.data_ptr(), storage.nbytes()) in memory
 
