@@ -10,13 +10,14 @@ from families import make_model
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from batchline.config import DType, ModelConfig
+from batchline.config import DType, ModelConfig, Quantization
 from batchline.engine.fusion import FusedStack
 from batchline.engine.linear_layers import FloatFormat
 from batchline.engine.model_loader import load_model
 from batchline.engine.native_experts import (
     PART_ROWS,
     NativeExperts,
+    Routing,
     has_native_experts,
     is_stacked,
     native_experts_in_float32,
@@ -84,6 +85,28 @@ def test_an_expert_that_no_row_goes_to_costs_nothing_and_changes_nothing() -> No
     own.gate.weight[2] = 1.0
     x = torch.ones(1, 5, 40)
     torch.testing.assert_close(in_native(own)(x), own(x))
+
+
+@torch.inference_mode()
+def test_rows_go_to_the_recorded_experts_whatever_the_router_says() -> None:
+    own, x, routing = mixture(), torch.randn(1, 20, 40), Routing()
+    native = in_native(own)
+    with routing.recorded(own):
+        expected = own(x)
+    native.gate.weight.neg_()
+    assert not torch.allclose(native(x), expected, atol=1e-3)
+    with routing.repeated(native):
+        found = torch.cat([native(part) for part in x.split(7, 1)], 1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(native(x), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
+def test_rounding_in_the_router_condemns_no_kernels(quantization: Quantization | None, tmp_path: Path) -> None:
+    """Bug: with these random weights, one row of an early layer went to another expert, and all later rows differed."""
+    folder = make_model("mixtral", tmp_path)
+    settings = ModelConfig(model=str(folder), dtype="bfloat16", device="cpu", quantization=quantization)
+    assert load_model(settings, KERNELS).execution.kernels is not None
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,14 @@ from batchline.engine.linear_layers import (
 from batchline.engine.media_encoders import FAMILIES
 from batchline.engine.multimodal import MediaModel, is_multimodal, text_part
 from batchline.engine.native_cache import MAX_KEY_DIM, can_hold
-from batchline.engine.native_experts import has_native_experts, routers, split_experts, use_native_experts
+from batchline.engine.native_experts import (
+    Routing,
+    has_experts,
+    has_native_experts,
+    routers,
+    split_experts,
+    use_native_experts,
+)
 from batchline.engine.native_head import use_native_head
 from batchline.engine.native_probe import first_layers_are_exact, whole_model_only_rounds
 from batchline.engine.probe import OWN_ATTENTION, Probe, own_hidden_states, probe_model
@@ -333,7 +340,10 @@ def _refused(kernels: NativeKernels, what: str) -> str:
 
 def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeKernels) -> bool:
     """Fuse the model if it is known. False if its errors on the kernels are larger than on torch, fused or not."""
-    own = own_hidden_states(model, probe) if config.quantization == "int8" else probe.own
+    own, routing = probe.own, Routing()
+    if config.quantization == "int8" or (has_experts(model) and own is not probe.reference):
+        with routing.recorded(model):
+            own = own_hidden_states(model, probe)
     grouped_kernels = open_grouped_kernels(config.cpu_kernels) if has_grouped_layers(model) else None
     int8_kernels = open_int8_kernels(config.cpu_kernels) if config.quantization == "int8" else None
     linear_format = _linear_format(config, model, kernels)
@@ -345,8 +355,9 @@ def _use_kernels(config: ModelConfig, model: Any, probe: Probe, kernels: NativeK
         use_int8_kernels(model, int8_kernels)
     if grouped_kernels is not None:
         use_grouped_kernels(model, grouped_kernels)
-    if not whole_model_only_rounds(model, probe, kernels, own):
-        return False
+    with routing.repeated(model):
+        if not whole_model_only_rounds(model, probe, kernels, own):
+            return False
     use_native_head(model, kernels, own)
     return True
 

@@ -8,7 +8,7 @@ in two native calls. The model's own code still decides which experts a token go
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -113,6 +113,64 @@ def _sums(
     return by_row.view(*experts.shape, -1).sum(1).to(x.dtype)
 
 
+class Routing:
+    """Which experts the rows of one pass go to, and with which weights.
+
+    Rounding may send a row to another expert, which says nothing about the arithmetic of either. So two ways of
+    computing a model are compared with the same routing.
+    """
+
+    def __init__(self) -> None:
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @contextmanager
+    def recorded(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block, one pass through the model, which it takes in one piece, is recorded."""
+
+        def take(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+            _, experts, weights = _arguments(given, named)
+            self._layers.append((experts, weights))
+
+        with self._hooked([(model.get_submodule(path), take) for path in _paths(model)]):
+            yield
+
+    @contextmanager
+    def repeated(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block, one pass of as many rows through the model on the kernels gets the recorded routing."""
+        modules = [module for module in model.modules() if isinstance(module, NativeExperts)]
+        with self._hooked([(module, self._put(*layer)) for module, layer in zip(modules, self._layers, strict=False)]):
+            yield
+
+    @staticmethod
+    def _put(experts: torch.Tensor, weights: torch.Tensor) -> Callable[..., Any]:
+        num_done = 0
+
+        def put(_module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            nonlocal num_done
+            x, _, _ = _arguments(given, named)
+            own = slice(num_done, num_done + len(x))  # a layer may get its rows in parts
+            num_done = own.stop
+            return (x, experts[own], weights[own]), {}
+
+        return put
+
+    @staticmethod
+    @contextmanager
+    def _hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+        handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module, hook in hooks]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
+    """Those of a call of experts: the rows, their experts and the weights of these."""
+    names = ("hidden_states", "top_k_index", "top_k_weights")
+    return [*given, *(named[name] for name in names[len(given) :])]
+
+
 def is_stacked(module: Any) -> bool:
     """Whether a module is a layer's stacked experts, in the form that most families have: gate and up one after the
     other, no biases, no norms, and an activation that the kernels compute."""
@@ -149,6 +207,11 @@ def routers(model: nn.Module) -> list[nn.Module]:
             if isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) in counts:
                 found.append(part)
     return found
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether `use_native_experts` would change the model."""
+    return bool(_paths(model))
 
 
 def has_native_experts(model: nn.Module) -> bool:
