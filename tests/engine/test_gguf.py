@@ -41,6 +41,7 @@ has_kernels = pytest.mark.skipif(not supported_isas(), reason="the native kernel
 TINY_CHAT = Path(__file__).parents[2] / "examples" / "models" / "tiny-chat"
 WIDE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 512}
 K_TYPES = {"token_embd": "Q6_K", "output.": "Q6_K", "ffn_down": "Q6_K", "attn_v": "Q8_0", "blk": "Q4_K"}
+MIXTURE: dict[str, Any] = {"head_dim": 64, "moe_intermediate_size": 256, "norm_topk_prob": True}
 MAX_TOKENS = 10
 
 
@@ -104,8 +105,7 @@ def test_a_format_has_the_numbers_that_the_gguf_package_gives(kind: str, tmp_pat
 def test_float32_tokens_are_those_of_transformers_on_the_same_numbers(
     family: str, cpu_kernels: CpuKernels, kinds: dict[str, str], tmp_path: Path
 ) -> None:
-    mixture = {"head_dim": 64, "moe_intermediate_size": 256, "norm_topk_prob": True}
-    others = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 64}, "qwen3_moe": mixture}.get(family, {})
+    others = {"mistral": {"sliding_window": None}, "qwen3": {"head_dim": 64}, "qwen3_moe": MIXTURE}.get(family, {})
     folder = make_model(family, tmp_path / "model", **WIDE, **others)
     model = write_gguf(folder, tmp_path / "model.gguf", kinds)
     prompts = make_prompts()
@@ -283,6 +283,36 @@ def test_metadata_that_does_not_fit_the_weights_is_refused_before_a_model_is_mad
     path.write_bytes(content[:at] + (2**31).to_bytes(4, "little") + content[at + 4 :])
     with pytest.raises(ModelLoadError, match=f"its llama.{key} does not fit its weights"):
         engine_config(path)
+
+
+@pytest.mark.parametrize(
+    ("key", "number"), [("count", 2**31), ("count", 0), ("used_count", 0), ("used_count", 5), ("used_count", 2**31)]
+)
+def test_numbers_of_experts_that_do_not_fit_the_weights_are_refused(key: str, number: int, tmp_path: Path) -> None:
+    """Bug: a file with too many experts took all memory, and one that named none ran with wrong ones."""
+    path = tmp_path / "model.gguf"
+    write_gguf(make_model("qwen3_moe", tmp_path / "model", **WIDE, **MIXTURE), path, {".": "Q8_0"})
+    content, name = path.read_bytes(), f"qwen3moe.expert_{key}".encode()
+    at = content.index(name) + len(name) + 4
+    path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4 :])
+    with pytest.raises(ModelLoadError, match=f"its qwen3moe.expert_{key} does not fit its weights"):
+        engine_config(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "message"),
+    [
+        ("blk.0.ffn_up_exps.0.weight", (256, 256), r"does not describe: blk\.0\.ffn_up_exps\.0\.weight"),
+        ("blk.9.ffn_up_exps.weight", (256, 256), r"fit its metadata: blk\.9\.ffn_up_exps\.weight has the shape"),
+    ],
+)
+def test_experts_of_another_layout_are_refused(name: str, shape: tuple[int, ...], message: str, tmp_path: Path) -> None:
+    """Bug: weights of one expert took the place of those in the stack."""
+    path = tmp_path / "model.gguf"
+    more = {name: np.zeros(shape, np.float32)}
+    write_gguf(make_model("qwen3_moe", tmp_path / "model", **WIDE, **MIXTURE), path, {".": "Q8_0"}, more=more)
+    with pytest.raises(ModelLoadError, match=message):
+        load_model(engine_config(path).model)
 
 
 def test_a_scaling_of_positions_that_is_unknown_is_named(tmp_path: Path) -> None:

@@ -107,6 +107,15 @@ def test_a_config_without_positions_is_refused(folder: Path) -> None:
     assert refusal(folder) == "its config.json is not usable (max_position_embeddings is 0)"
 
 
+@pytest.mark.parametrize("number", [0, -1, 5])
+def test_a_mixture_that_uses_no_expert_or_more_than_it_has_is_refused(number: int, tmp_path: Path) -> None:
+    """Bug: the error was a message of torch, after a traceback."""
+    folder = make_model("mixtral", tmp_path)
+    edit_config(folder, num_experts_per_tok=number)
+    expected = f"its config.json is not usable (num_experts_per_tok is {number}, of 4 experts)"
+    assert refusal(folder) == expected
+
+
 def test_a_field_of_the_config_of_a_wrong_type_is_named(folder: Path) -> None:
     edit_config(folder, eos_token_id=2.0)
     assert "its config.json is not usable (Validation error for field 'eos_token_id'" in refusal(folder)

@@ -18,6 +18,8 @@ from batchline.engine.native_experts import (
     PART_ROWS,
     NativeExperts,
     Routing,
+    SplitExperts,
+    has_experts,
     has_native_experts,
     is_stacked,
     native_experts_in_float32,
@@ -121,15 +123,17 @@ def test_rounding_in_the_router_condemns_no_kernels(quantization: Quantization |
     ids=lambda value: str(value),
 )
 def test_only_experts_of_the_usual_form_are_taken(settings: dict[str, Any], takes: bool) -> None:
-    assert is_stacked(mixture(**settings).experts) is takes
+    block = mixture(**settings)
+    assert has_experts(block) is takes
+    assert is_stacked(block.experts) is (settings.get("model_type") != "gpt_oss")
 
 
 @pytest.mark.parametrize(
     ("settings", "names"),
     [
         ({}, ["gate"]),
-        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 10}, ["gate"]),
-        ({"model_type": "hunyuan_v1_moe", "moe_topk": [3], "num_shared_expert": [1], "head_dim": 20}, ["gate.wg"]),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 6}, ["gate"]),
+        ({"model_type": "hunyuan_v1_moe", "moe_topk": [3], "num_shared_expert": [1], "head_dim": 20}, ["gate"]),
     ],
     ids=lambda value: str(value),
 )
@@ -138,7 +142,7 @@ def test_routers_are_found_also_inside_of_other_modules(settings: dict[str, Any]
     block = mixture(**settings)
     split_experts(block)
     found = routers(block)
-    assert [name for name, module in block.named_modules() if module in found] == names
+    assert [name for name, module in block.named_children() if module in found] == names
 
 
 def test_the_experts_are_the_models_own_again_after_the_block() -> None:
@@ -158,3 +162,20 @@ def test_a_model_with_experts_runs_them_on_the_kernels(family: str, dtype: DType
     stacks = [module for module in model.modules() if isinstance(module, FusedStack)]
     mlps = [layer.mlp for stack in stacks for layer in stack._layers]
     assert any(isinstance(part, nn.Module) and has_native_experts(part) for part in [model, *mlps])
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize("changes", [{"hidden_act": "relu"}, {"moe_intermediate_size": 33}], ids=str)
+def test_experts_that_the_kernels_cannot_run_are_quantized_all_the_same(
+    changes: dict[str, Any], quantization: Quantization, tmp_path: Path
+) -> None:
+    """Bug: such a model was refused by a sentence about its router."""
+    settings = ModelConfig(
+        model=str(make_model("olmoe" if "hidden_act" in changes else "qwen3_moe", tmp_path, **changes)),
+        dtype="bfloat16",
+        device="cpu",
+        quantization=quantization,
+    )
+    model = load_model(settings, KERNELS).model
+    assert any(isinstance(module, SplitExperts) for module in model.modules())
+    assert not any(type(module) is nn.Linear for module in model.modules())

@@ -136,7 +136,7 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
     if not value("attention.causal", True):
         raise UnsupportedModel(model, "its attention is not causal: embedding models are not read from GGUF files")
     num_experts = int(value("expert_count", 0))
-    is_llama_mixture = architecture == "llama" and num_experts > 0
+    is_llama_mixture = architecture == "llama" and num_experts != 0
     model_type, model_class = LLAMA_MIXTURE if is_llama_mixture else ARCHITECTURES[architecture]
     num_layers = int(value("block_count"))
     described = {
@@ -144,6 +144,10 @@ def _config(model: str, gguf: GgufModel) -> dict[str, Any]:
         "block_count": (sum(name.endswith(".attn_q.weight") for name in gguf.tensors), num_layers),
         "attention.head_count": (gguf.tensors["blk.0.attn_q.weight"].shape[0], heads * head_dim),
     }
+    if num_experts != 0 or architecture == "qwen3moe":
+        described["expert_count"] = (gguf.tensors["blk.0.ffn_gate_inp.weight"].shape[0], num_experts)
+        used = int(value("expert_used_count"))
+        described["expert_used_count"] = (used, min(max(used, 1), num_experts))
     for name, (found, expected) in described.items():
         if found != expected:
             raise ModelLoadError(model, f"its {architecture}.{name} does not fit its weights")

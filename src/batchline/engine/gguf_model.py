@@ -7,6 +7,7 @@ BF16 become floats of the model's data type, as do other types, with a warning, 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,7 @@ def load_gguf(name: str, folder: str, config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PAGED_ATTENTION)
     split_experts(model)
-    tensors = {_hf_name(part.name): part for tensor in gguf.tensors.values() for part in _by_expert(tensor)}
+    tensors = dict(part for tensor in gguf.tensors.values() for part in _named(name, tensor))
     factors = tensors.pop(ROPE_FACTORS, None)
     is_permuted = gguf.metadata.get("general.architecture") == "llama"
     for path, module in list(model.named_modules()):
@@ -88,23 +89,21 @@ def formats_of(folder: str) -> str | None:
     return " ".join(("GGUF", *sorted(types)))
 
 
-def _by_expert(tensor: GgufTensor) -> list[GgufTensor]:
-    """Stacked weights as one tensor for each expert, named like `blk.3.ffn_up_exps.5.weight`; others stay."""
-    base, _, kind = tensor.name.rpartition(".")
-    if base.rpartition(".")[2] not in EXPERT_NAMES or len(tensor.shape) != 3:
-        return [tensor]
+def _named(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
+    """A tensor with its name in `transformers`; for stacked weights, one for each expert. Raises: ModelLoadError."""
+    block, _, rest = tensor.name.partition(".")
+    number, _, part = rest.partition(".")
+    stack, _, kind = part.partition(".")
+    if block != "blk" or stack not in EXPERT_NAMES or kind != "weight":
+        yield _hf_name(tensor.name), tensor
+        return
+    if len(tensor.shape) != 3:
+        raise ModelLoadError(name, f"its weights do not fit its metadata: {tensor.name} has the shape {tensor.shape}")
     num_experts, *shape = tensor.shape
-    num_bytes = tensor.num_bytes // num_experts
-    return [
-        replace(
-            tensor,
-            name=f"{base}.{expert}.{kind}",
-            shape=tuple(shape),
-            offset=tensor.offset + expert * num_bytes,
-            num_bytes=num_bytes,
-        )
-        for expert in range(num_experts)
-    ]
+    size = tensor.num_bytes // num_experts
+    for expert in range(num_experts):
+        own = replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * size, num_bytes=size)
+        yield f"model.layers.{number}.mlp.experts.{EXPERT_NAMES[stack]}.{expert}.weight", own
 
 
 def _hf_name(name: str) -> str:
@@ -114,9 +113,6 @@ def _hf_name(name: str) -> str:
         return f"{TOP_NAMES[base]}.{kind}"
     block, _, rest = base.partition(".")
     number, _, part = rest.partition(".")
-    stack, _, expert = part.partition(".")
-    if block == "blk" and stack in EXPERT_NAMES:
-        return f"model.layers.{number}.mlp.experts.{EXPERT_NAMES[stack]}.{expert}.{kind}"
     return f"model.layers.{number}.{LAYER_NAMES[part]}.{kind}" if block == "blk" and part in LAYER_NAMES else name
 
 

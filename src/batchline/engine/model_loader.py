@@ -237,6 +237,7 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     length = getattr(hf_config.get_text_config(), "max_position_embeddings", None)
     if isinstance(length, int) and length < 1:
         raise ModelLoadError(config.model, f"{CONFIG_UNUSABLE} (max_position_embeddings is {length})")
+    _refuse_odd_routing(config.model, hf_config.get_text_config())
     if linked_files(config.model):
         model = load_gguf(config.model, config.model, hf_config, dtype)
         return model, hf_config, _eos_token_ids(config.model, _generation_config(config), hf_config)
@@ -272,6 +273,16 @@ def _read(config: ModelConfig, dtype: torch.dtype, *, warns: bool) -> tuple[Any,
     if not os.path.isdir(config.model):  # they have just been downloaded
         refuse_odd_numbers(config.model, config.revision)
     return model, hf_config.get_text_config(), eos_token_ids
+
+
+def _refuse_odd_routing(model: str, text_config: Any) -> None:
+    """Refuse a mixture that sends a token to no expert, or to more than there are. Raises: ModelLoadError."""
+    num_used = getattr(text_config, "num_experts_per_tok", None)
+    counts = (getattr(text_config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    num_experts = next((count for count in counts if isinstance(count, int)), None)
+    if isinstance(num_used, int) and num_experts and not 1 <= num_used <= num_experts:
+        reason = f"num_experts_per_tok is {num_used}, of {num_experts} experts"
+        raise ModelLoadError(model, f"{CONFIG_UNUSABLE} ({reason})")
 
 
 def _has_odd_experts(model: Any) -> bool:

@@ -31,9 +31,8 @@ class SplitExperts(nn.Module):
     def __init__(self, experts: Any) -> None:
         """experts: of the form that `is_stacked` accepts. Their weights are shared."""
         super().__init__()
-        activation = _activation(experts)
-        assert activation is not None, "the caller asks `is_stacked`"
-        self.activation = activation
+        self.activation = _activation(experts)
+        self.suits_kernels = _suits_kernels(experts)
         self.act_fn = experts.act_fn
         self.gates, self.ups, self.downs = nn.ModuleList(), nn.ModuleList(), nn.ModuleList()
         for gate_up, down in zip(experts.gate_up_proj, experts.down_proj, strict=True):
@@ -59,8 +58,10 @@ class NativeExperts(nn.Module):
 
     def __init__(self, experts: SplitExperts, linear_format: LinearFormat) -> None:
         super().__init__()
+        activation = experts.activation
+        assert activation is not None, "the caller asks `_suits_kernels`"
         self._layers = [
-            (linear_format.gate(gate, up, experts.activation), linear_format.join(down))
+            (linear_format.gate(gate, up, activation), linear_format.join(down))
             for gate, up, down in zip(experts.gates, experts.ups, experts.downs, strict=True)
         ]
 
@@ -173,17 +174,17 @@ def _arguments(given: tuple[Any, ...], named: dict[str, Any]) -> list[Any]:
 
 def is_stacked(module: Any) -> bool:
     """Whether a module is a layer's stacked experts, in the form that most families have: gate and up one after the
-    other, no biases, no norms, and an activation that the kernels compute."""
+    other, no biases, no norms."""
     gated = getattr(moe, "_default_apply_gate", None)
     if gated is None or getattr(type(module), "_apply_gate", None) is not gated:
         return False
-    has_usual_form = (
-        module.has_gate
-        and module.is_concatenated
-        and not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
-    )
-    sizes = module.down_proj.shape[1:]
-    return has_usual_form and not any(size % 2 for size in sizes) and _activation(module) is not None
+    is_plain = not (module.is_transposed or module.has_bias or module.has_post_expert_norm)
+    return bool(is_plain and module.has_gate and module.is_concatenated)
+
+
+def _suits_kernels(experts: Any) -> bool:
+    """Whether the kernels compute the activation and read the rows, which bfloat16 has in pairs, of stacked experts."""
+    return _activation(experts) is not None and not any(size % 2 for size in experts.down_proj.shape[1:])
 
 
 def _activation(experts: Any) -> Gate | None:
@@ -197,14 +198,13 @@ def split_experts(model: nn.Module) -> None:
 
 
 def routers(model: nn.Module) -> list[nn.Module]:
-    """The modules beside split experts that decide between these: those with a row of weights for each expert."""
+    """The modules beside split experts that decide between these: their one matrix has a row for each expert."""
     found: list[nn.Module] = []
     for module in model.modules():
         counts = {len(part.downs) for part in module.children() if isinstance(part, SplitExperts)}
-        beside = [part for part in module.children() if not isinstance(part, SplitExperts)] if counts else []
-        for part in (inner for outer in beside for inner in outer.modules()):
-            weight = getattr(part, "weight", None)
-            if isinstance(weight, torch.Tensor) and weight.ndim == 2 and len(weight) in counts:
+        for part in module.children():
+            matrices = [parameter for parameter in part.parameters() if parameter.ndim == 2]
+            if len(matrices) == 1 and len(matrices[0]) in counts:
                 found.append(part)
     return found
 
@@ -244,4 +244,11 @@ def native_experts_in_float32(model: nn.Module, linear_format: LinearFormat) -> 
 
 
 def _paths(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if isinstance(module, SplitExperts) or is_stacked(module)]
+    """Of stacked or split experts that the kernels can run."""
+
+    def fits(module: nn.Module) -> bool:
+        return (
+            module.suits_kernels if isinstance(module, SplitExperts) else is_stacked(module) and _suits_kernels(module)
+        )
+
+    return [path for path, module in model.named_modules() if fits(module)]
