@@ -19,7 +19,6 @@ from batchline.engine.native_experts import (
     NativeExperts,
     Routing,
     SplitExperts,
-    has_experts,
     has_native_experts,
     is_stacked,
     native_experts_in_float32,
@@ -49,11 +48,11 @@ def mixture(model_type: str = "qwen3_moe", **settings: Any) -> Any:
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().model.layers[0].mlp
 
 
-def in_native(module: Any) -> Any:
+def in_native(module: Any, *, changes: bool = True) -> Any:
     assert KERNELS is not None
     changed = copy.deepcopy(module)
     use_native_experts(changed, FloatFormat(KERNELS))
-    assert has_native_experts(changed)
+    assert has_native_experts(changed) is changes
     return changed
 
 
@@ -103,10 +102,15 @@ def test_rows_go_to_the_recorded_experts_whatever_the_router_says() -> None:
     assert not torch.allclose(native(x), expected, atol=1e-3)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8", "int4"])
-def test_rounding_in_the_router_condemns_no_kernels(quantization: Quantization | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "activation", "quantization"),
+    [(0, "silu", None), (0, "silu", "int8"), (0, "silu", "int4"), (3, "relu", "int8")],
+)
+def test_rounding_in_the_router_condemns_no_kernels(
+    seed: int, activation: str, quantization: Quantization | None, tmp_path: Path
+) -> None:
     """Bug: with these random weights, one row of an early layer went to another expert, and all later rows differed."""
-    folder = make_model("mixtral", tmp_path)
+    folder = make_model("mixtral", tmp_path, seed=seed, hidden_act=activation)
     settings = ModelConfig(model=str(folder), dtype="bfloat16", device="cpu", quantization=quantization)
     assert load_model(settings, KERNELS).execution.kernels is not None
 
@@ -124,7 +128,7 @@ def test_rounding_in_the_router_condemns_no_kernels(quantization: Quantization |
 )
 def test_only_experts_of_the_usual_form_are_taken(settings: dict[str, Any], takes: bool) -> None:
     block = mixture(**settings)
-    assert has_experts(block) is takes
+    assert has_native_experts(in_native(block, changes=takes)) is takes
     assert is_stacked(block.experts) is (settings.get("model_type") != "gpt_oss")
 
 
@@ -133,6 +137,7 @@ def test_only_experts_of_the_usual_form_are_taken(settings: dict[str, Any], take
     [
         ({}, ["gate"]),
         ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 6}, ["gate"]),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 6, "moe_k": 3, "moe_layer_start_index": 0}, ["gate"]),
         ({"model_type": "hunyuan_v1_moe", "moe_topk": [3], "num_shared_expert": [1], "head_dim": 20}, ["gate"]),
     ],
     ids=lambda value: str(value),

@@ -132,14 +132,14 @@ class Routing:
             _, experts, weights = _arguments(given, named)
             self._layers.append((experts, weights))
 
-        with self._hooked([(model.get_submodule(path), take) for path in _paths(model)]):
+        with self._hooked([(module, take) for module in _mixtures(model)]):
             yield
 
     @contextmanager
     def repeated(self, model: nn.Module) -> Iterator[None]:
         """Inside the block, one pass of as many rows through the model on the kernels gets the recorded routing."""
-        modules = [module for module in model.modules() if isinstance(module, NativeExperts)]
-        with self._hooked([(module, self._put(*layer)) for module, layer in zip(modules, self._layers, strict=False)]):
+        modules = _mixtures(model) if self._layers else []
+        with self._hooked([(module, self._put(*layer)) for module, layer in zip(modules, self._layers, strict=True)]):
             yield
 
     @staticmethod
@@ -203,15 +203,16 @@ def routers(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         counts = {len(part.downs) for part in module.children() if isinstance(part, SplitExperts)}
         for part in module.children():
-            matrices = [parameter for parameter in part.parameters() if parameter.ndim == 2]
+            # a correction for each expert may be a matrix of one row (Ernie)
+            matrices = [parameter for parameter in part.parameters() if parameter.ndim == 2 and len(parameter) > 1]
             if len(matrices) == 1 and len(matrices[0]) in counts:
                 found.append(part)
     return found
 
 
 def has_experts(model: nn.Module) -> bool:
-    """Whether `use_native_experts` would change the model."""
-    return bool(_paths(model))
+    """Whether the model has experts of the usual form, whatever computes them."""
+    return bool(_mixtures(model))
 
 
 def has_native_experts(model: nn.Module) -> bool:
@@ -241,6 +242,11 @@ def native_experts_in_float32(model: nn.Module, linear_format: LinearFormat) -> 
     finally:
         for path, experts in own.items():
             model.set_submodule(path, experts)
+
+
+def _mixtures(model: nn.Module) -> list[nn.Module]:
+    """All experts of the usual form, whatever computes them."""
+    return [m for m in model.modules() if isinstance(m, SplitExperts | NativeExperts) or is_stacked(m)]
 
 
 def _paths(model: nn.Module) -> list[str]:
